@@ -1,1 +1,1 @@
-"""Ground floor: the error type, byte amounts, keyed random numbers and durable files; imports no other room."""
+"""The lowest package: the error type, byte amounts, keyed random numbers and durable files; imports nothing else of gramian."""

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 
 LARGEST_INTEGER = 2**31 - 1
-"""Upper bound of every integer option: torch indexes with it, and a larger value is a typing error."""
+"""Upper bound of every integer option: the largest 32-bit index; a larger value is a mistake of the user."""
 Natural = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_INTEGER)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=LARGEST_INTEGER)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]

@@ -1,4 +1,4 @@
-"""Bytes as people write them."""
+"""Convert byte counts from and to the form that people write, such as "8GB"."""
 
 import math
 
@@ -9,11 +9,11 @@ UNITS = {"B": 1} | {
     for power, prefix in enumerate("KMGT", start=1)
     for unit, base in (("B", 1000), ("IB", 1024))
 }
-"""{unit in capitals: bytes}: "KB" is 1000, "KIB" 1024, and so on up to "TIB"."""
+"""{unit in capitals: its number of bytes}: "KB" is 1000, "KIB" 1024, and so on up to "TIB"."""
 
 
 def parse_bytes(field: str, value: int | str | None) -> int | None:
-    """8000000000, "8GB" or "7.5GiB" as bytes.
+    """The number of bytes that the option `field` sets to `value`: 8000000000, "8GB" or "7.5GiB"; None stays None.
 
     Raises:
         GramianError: for anything else.
@@ -35,7 +35,7 @@ def parse_bytes(field: str, value: int | str | None) -> int | None:
 
 
 def format_bytes(count: int) -> str:
-    """Bytes as people read them: "12.34 GB", "12.3 MB", "12.3 KB" below a tenth of a megabyte, or single bytes."""
+    """A number of bytes as text for people: "12.34 GB", "12.3 MB", "12.3 KB" below a tenth of a megabyte, or "12 bytes"."""
     if count < 1e5:
         return f"{count / 1e3:.1f} KB" if count >= 1e3 else f"{count} bytes"
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

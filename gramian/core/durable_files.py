@@ -19,7 +19,7 @@ from gramian.core.errors import GramianError
 TEMPORARY = ".tmp-"
 """Prefix of the name that a file has until it is complete."""
 CHUNK = 1 << 24
-"""Bytes that are hashed and written at a time."""
+"""Number of bytes that are hashed and written at a time."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class FileRecord:
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Read a file and compute its record."""
+        """Read the file at `path` and compute its record: size and SHA-256."""
         with path.open("rb") as file:
             return cls(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
     def difference(self, path: Path, *, content: bool = True) -> str | None:
-        """How a file differs from this record, None if it does not; without `content` only the size is compared, not read."""
+        """How the file at `path` differs from this record, as text; None if equal. `content` False compares sizes only."""
         try:
             size = path.stat().st_size
             if size != self.bytes:
@@ -71,7 +71,7 @@ class HashedFile:
             self._handle, self._temporary = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), path
 
     def write(self, content: bytes | memoryview) -> None:
-        """Append bytes."""
+        """Append bytes to the file and add them to its checksum."""
         assert self._handle is not None
         view = memoryview(content).cast("B")
         for start in range(0, len(view), CHUNK):
@@ -82,7 +82,7 @@ class HashedFile:
                 rest = rest[os.write(self._handle, rest) :]
 
     def finish(self) -> FileRecord:
-        """Sync the file and give it its final name; the caller syncs the folder."""
+        """Sync the file, give it its final name and return its record; the caller syncs the folder."""
         assert self._handle is not None
         os.fsync(self._handle)
         self._close()
@@ -92,7 +92,7 @@ class HashedFile:
         return FileRecord(self._bytes, self._digest.hexdigest())
 
     def abandon(self) -> None:
-        """Remove an unfinished file; a finished one stays."""
+        """Close the file and remove it if `finish` has not been called; a finished file stays."""
         self._close()
         if not self._finished:
             self._temporary.unlink(missing_ok=True)
@@ -104,7 +104,7 @@ class HashedFile:
 
 
 def replace_file(path: Path, content: bytes, *, private: bool = False) -> FileRecord:
-    """Write a file, or replace it, and sync its folder; `private` gives it mode 0600.
+    """Write `content` to a new file or in place of the old one, sync the folder, and return the record; `private`: mode 0600.
 
     Raises:
         OSError: if it cannot be written; the previous file is then unchanged.
@@ -150,7 +150,7 @@ def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
 
 
 def sync_path(path: Path) -> None:
-    """Make the content of a file, or the names that were created, renamed or removed in a folder, survive a crash."""
+    """fsync a file, or a folder (the names that were created, renamed or removed in it), so that it survives a crash."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -159,7 +159,7 @@ def sync_path(path: Path) -> None:
 
 
 def _open_temporary(path: Path, private: bool) -> tuple[int, Path]:
-    """Create the temporary file of `path`: its descriptor, open for writing, and its name."""
+    """Create the temporary file of `path`; returns its descriptor, open for writing, and its name. `private`: mode 0600."""
     if private:
         handle, name = tempfile.mkstemp(prefix=f"{TEMPORARY}{path.name}.", dir=path.parent)
         return handle, Path(name)

@@ -2,4 +2,4 @@
 
 
 class GramianError(RuntimeError):
-    """Something the user can fix: the message is one line that names the field and what would be accepted."""
+    """Something the user can fix: the message is one line that names the field and what would be accepted instead."""

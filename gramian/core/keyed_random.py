@@ -1,4 +1,4 @@
-"""Random numbers that belong to a token, not to a place in a stream: the same for any split of the data.
+"""Random numbers keyed by token, not by place in a stream: any split of the data into batches draws the same numbers.
 
 hash(seed, sample, position, draw) by two rounds of a 64-bit mixer, in integer tensors, so the CPU and every GPU agree.
 """
@@ -8,13 +8,13 @@ from torch import Tensor
 
 
 def token_keys(seed: int, samples_B: Tensor, tokens: int, draw: int = 0) -> Tensor:
-    """A well-mixed non-negative 62-bit integer for every token [B, T], on the device of the ids.
+    """A well-mixed non-negative 62-bit integer for each of T tokens of B samples, int64 [B, T], on the device of the ids.
 
     Args:
-        seed: of all draws.
-        samples_B: sample ids.
-        tokens: T.
-        draw: number of the draw.
+        seed: seed of all draws.
+        samples_B: sample ids, integers [B]; equal ids give equal numbers.
+        tokens: number of tokens T of a sample.
+        draw: number of the draw; another draw of the same tokens gives independent numbers.
     """
     position_T = torch.arange(tokens, device=samples_B.device)
     mixed_B = _mix(samples_B.long() * 0x9E3779B1 + _signed(seed * 0x2545F4914F6CDD1D + draw * 0x632BE59BD9B4E019))
@@ -22,12 +22,12 @@ def token_keys(seed: int, samples_B: Tensor, tokens: int, draw: int = 0) -> Tens
 
 
 def token_uniforms(seed: int, samples_B: Tensor, tokens: int, draw: int = 0) -> Tensor:
-    """A number in [0, 1) for every token, [B, T], float64."""
+    """A uniform number in [0, 1) per token, float64 [B, tokens], a function of seed, sample ids [B], position and draw."""
     return (token_keys(seed, samples_B, tokens, draw) >> 9).double() * 2.0**-53
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64; products wrap around, shifts are logical."""
+    """Mix the bits of each 64-bit integer by the finaliser of splitmix64; products wrap around, shifts are logical."""
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
     return x ^ _shift(x, 31)

@@ -32,11 +32,11 @@ _Rows = tuple[int, int, dict[str, Tensor]]
 
 
 class DataWorkerDied(GramianError):
-    """A worker process died; `Batches.from_position` starts new ones."""
+    """A worker process that prepares batches died; `Batches.from_position` starts new workers."""
 
     @classmethod
     def because(cls, how: str) -> Self:
-        """The error of one line."""
+        """The error whose message says how the worker died (`how`) and what to change."""
         advice = "expected enough memory for all, or fewer workers; 0 reads in the training process"
         return cls(f"data.workers: {how}; {advice}")
 
@@ -46,10 +46,10 @@ class StepBatch:
     """The data of one optimizer step on one rank.
 
     Attributes:
-        position: the data position.
+        position: the data position, the index of the batch in the run's sequence of batches.
         micro: micro-batches, the same number on every rank: each int64 [rows, T] under the names of an item of `Windows`, and
             int64 [rows] under "windows", the index of each row's window, on the host.
-        tokens: number of counted targets of the step, over all ranks.
+        tokens: number of targets of the step that have a loss term, over all ranks.
         first: index of this rank's first row among the rows of all ranks.
     """
 
@@ -62,8 +62,8 @@ class StepBatch:
 class Batches:
     """Batches by data position, the same for any number of ranks and workers.
 
-    The rows of `windows_at` are split over the ranks contiguously and as evenly as possible, and on a rank into micro-batches.
-    Every rank has the same number of them; a rank without rows for its last one gets a single row without counted targets.
+    The windows of a step are split over the ranks contiguously and as evenly as possible, and on a rank into micro-batches.
+    Every rank has the same number of them; a rank without windows for its last one gets a single row without loss terms.
 
     The first `from_position` starts the workers, and later calls reuse them, so one `Batches` should serve a run. Workers use
     no random numbers, and the loader has its own generator. They leave the process group, so that Ctrl-C reaches only the
@@ -148,7 +148,7 @@ class Batches:
             ) from None
 
     def close(self) -> None:
-        """Stop the workers; `from_position` starts new ones."""
+        """Stop the worker processes; the next `from_position` starts new ones."""
         self._turn += 1
         shut_down_workers(self._rows)
         self._loader, self._rows, self._processes = None, None, []
@@ -199,7 +199,7 @@ class Batches:
                 raise DataWorkerDied.because(f"worker {process.pid} of {self.workers} died ({cause})")
 
     def _explained(self, problem: Exception) -> Exception:
-        """Return the error to raise for a problem of the loader: `DataWorkerDied` if a worker died, else the problem."""
+        """Return the error to raise for the loader's error `problem`: `DataWorkerDied` if a worker died, else `problem`."""
         if isinstance(problem, OSError | EOFError):  # lost connection to a worker that may be about to end
             connection.wait([process.sentinel for process in self._processes], timeout=1)
         try:
@@ -210,7 +210,7 @@ class Batches:
 
 
 class _Steps(Dataset[_Rows]):
-    """Maps a data position to (position, number of counted targets over all ranks, rows of this rank)."""
+    """Maps a data position to (position, number of targets with a loss term over all ranks, rows of this rank)."""
 
     def __init__(self, windows: Windows, batch: int, micro_batch: int, seed: int, rank: int, world: int) -> None:
         self._windows = windows
@@ -232,7 +232,7 @@ class _Steps(Dataset[_Rows]):
         return position, int(self._windows.counts[batch].sum()), rows_R
 
     def cut(self, rows_R: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Split rows into micro-batches."""
+        """Split the rows of this rank, {name: [rows, …]}, into micro-batches of the same names."""
         return [
             {name: values[at * self._micro_batch : (at + 1) * self._micro_batch] for name, values in rows_R.items()}
             for at in range(self._count)
@@ -240,7 +240,7 @@ class _Steps(Dataset[_Rows]):
 
 
 class _Positions(Sampler[int]):
-    """Yields data positions from `start` on without the skipped ones; never ends."""
+    """Sampler that yields data positions from `start` on, without those in `skipped`; never ends."""
 
     start = 0
     skipped: frozenset[int] = frozenset()
@@ -260,7 +260,7 @@ def leave_process_group(worker: int) -> None:
 
 
 def shut_down_workers(iterator: Any) -> None:
-    """End the workers of a DataLoader's iterator now: the frames of an error may keep it from the garbage collector."""
+    """End the worker processes of a DataLoader's iterator now; waiting for the garbage collector may keep them alive."""
     end = getattr(iterator, "_shutdown_workers", None)
     if end is not None:
         end()
@@ -271,7 +271,7 @@ def _as_it_is(rows: Any) -> Any:
 
 
 class _QuietAboutWorkers:
-    """Wraps torch's SIGCHLD handler, and suppresses the error that it raises anywhere in the program when a worker dies."""
+    """Wraps torch's SIGCHLD handler; suppresses the RuntimeError that it raises anywhere in the program if a worker dies."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
         self._handler = handler

@@ -22,7 +22,7 @@ SUFFIXES: dict[str, tuple[str, ...]] = {
     "jsonl": (".jsonl", ".ndjson"),
     "tokens": (".npy", ".bin"),
 }  # fmt: skip
-"""Suffixes of the files that are read from a folder; a text or JSONL file that the config names may have any suffix."""
+"""{kind of data: suffixes of the files that are read from a folder}; a text or JSONL file named itself may have any suffix."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class File:
 
 @dataclass(frozen=True)
 class Sidecar:
-    """Description of a token file: the number type of a `.bin`, the number of ids, and the id that ends a document."""
+    """The JSON description of a token file: number type of a `.bin`, number of token ids, and the id that ends a document."""
 
     dtype: np.dtype[Any]
     vocabulary: int
@@ -69,7 +69,7 @@ def find_files(names: Sequence[str], source: Source, field: str = "data.files") 
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a file; raises `GramianError` if that fails."""
+    """Return the content of a file; raises `GramianError` if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as problem:
@@ -77,7 +77,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(file: File) -> bytes:
-    """Read a text file in UTF-8; raises if it is not, or if it is empty although the config names the file itself."""
+    """Return the bytes of a text file; raises if they are not UTF-8, or if a file that the config itself names is empty."""
     content = read_bytes(file.path)
     try:
         content.decode()
@@ -107,7 +107,7 @@ def read_lines(path: Path, field: str) -> Iterator[bytes]:
 
 
 def open_tokens(path: Path) -> tuple[Ids, Sidecar | None]:
-    """Open a token file as a 1-D memory map, and read its sidecar, which a `.npy` may have and a `.bin` must have.
+    """Open a token file as a 1-D memory map and read its sidecar, the `.json` that a `.npy` may have and a `.bin` must have.
 
     Raises `GramianError` if it cannot be read, is truncated or empty, or is not a 1-D array of integers.
     """
@@ -132,7 +132,7 @@ def open_tokens(path: Path) -> tuple[Ids, Sidecar | None]:
 
 
 def read_sidecar(path: Path) -> Sidecar | None:
-    """Read the `.json` beside a token file, None if there is none; raises if it is incomplete or contradictory."""
+    """Read the `.json` beside a token file; None if there is none. Raises if it is incomplete or contradictory."""
     sidecar = path.with_suffix(".json")
     expected = 'expected {"dtype": "uint16", "vocabulary": …, "end": …}'
     if not sidecar.exists():
@@ -156,7 +156,7 @@ def read_sidecar(path: Path) -> Sidecar | None:
 
 
 def unreadable(path: Path, problem: OSError) -> GramianError:
-    """Return the error for a file that cannot be read."""
+    """Return the GramianError to raise for a file whose reading failed with the OSError `problem`."""
     return GramianError(f"{path}: cannot be read ({problem.strerror}); expected a file that can")
 
 

@@ -17,12 +17,12 @@ from gramian.data.tokenizer import Ids, Tokenizer, token_type
 Int64s = npt.NDArray[np.int64]
 
 VALIDATES_BELOW = 2**64 // 20
-"""Without validation files, a document validates if its 64-bit hash is below this bound: 5 % of all documents."""
+"""Without validation files, documents whose 64-bit hash is below this bound, 5 % of all, are for validation."""
 
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """The documents of a run.
+    """The documents of a run as two token streams, and how many were read.
 
     Attributes:
         train: training documents.
@@ -72,12 +72,12 @@ def read_documents(data: DataSection, tokenizer: Tokenizer) -> Documents:
 
 
 def read_stream(data: DataSection, files: Sequence[str], tokenizer: Tokenizer, field: str = "data.files") -> Stream:
-    """Read all documents of `files` with the options of `data`; errors name `field`."""
+    """Read and tokenise all documents of `files` with the options `data` into one token stream; errors name `field`."""
     return _read(data, files, field, tokenizer)[0]
 
 
 def _read(data: DataSection, files: Sequence[str], field: str, tokenizer: Tokenizer) -> tuple[Stream, int, int]:
-    """Read files; returns their stream, the number of documents, and the number of empty documents."""
+    """Read and tokenise files; returns their token stream, the number of documents, and the number of empty documents."""
     if data.source == "embedded":
         raise GramianError('data.source: "embedded" reads no files; expected "text", "jsonl" or "tokens"')
     found = find_files(files, data.source, field)
@@ -92,7 +92,7 @@ def _read(data: DataSection, files: Sequence[str], field: str, tokenizer: Tokeni
 
 
 def _contents(data: DataSection, files: Iterable[File]) -> Iterator[bytes]:
-    """Yield the documents of text or JSONL files, in UTF-8."""
+    """Yield the content of every document of text or JSONL files, as UTF-8 bytes."""
     for file in files:
         if data.source == "text":
             yield read_text(file)
@@ -110,7 +110,7 @@ def _embedded(data: DataSection, tokenizer: Tokenizer) -> Documents:
 
 
 def _token_stream(files: Sequence[File], name: str, tokenizer: Tokenizer) -> tuple[Stream, int, int]:
-    """Open token files, like `_read`; vocabulary and end token come from the sidecar, or else from the tokenizer."""
+    """Open token files; returns (stream, documents, empty ones). Vocabulary and end id: the sidecar's or the tokenizer's."""
     arrays: list[Ids] = []
     edges: list[Int64s] = [np.zeros(1, dtype=np.int64)]
     kinds: dict[tuple[int, int], Path] = {}
@@ -140,7 +140,7 @@ def _token_stream(files: Sequence[File], name: str, tokenizer: Tokenizer) -> tup
 
 
 def _stops(ids: Ids, vocabulary: int, end: int, path: Path) -> Int64s:
-    """Return the stop position of each document of a token file, int64 [documents]; the last one may lack `end`."""
+    """Position after the last token of each document of a token file, int64 [documents]; the last document may lack `end`."""
     stops: list[Int64s] = []
     for begin in range(0, len(ids), CHUNK):
         part = ids[begin : begin + CHUNK]
@@ -177,7 +177,7 @@ def _refuse_empty(train: int, validation: int) -> None:
 
 
 class _TokenBuffer:
-    """Collects the tokens of documents, each followed by `end`, in one array that grows by doubling."""
+    """Collects the tokens of documents, each followed by the end-of-document id, in one array that grows by doubling."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -190,7 +190,7 @@ class _TokenBuffer:
         return len(self._edges) - 1
 
     def add(self, content: bytes) -> None:
-        """Append a document, unless it is empty."""
+        """Tokenise a document and append it and the end-of-document id; an empty document is only counted."""
         ids = self._tokenizer.encode(content)
         if not len(ids):
             self.empty += 1
@@ -203,7 +203,7 @@ class _TokenBuffer:
         self._edges.append(stop)
 
     def stream(self) -> Stream:
-        """Return the stream of all documents; nothing can be added afterwards."""
+        """Return the stream of all documents that were added; nothing can be added afterwards."""
         tokenizer, edges, tokens = self._tokenizer, np.array(self._edges, dtype=np.int64), self._tokens
         tokens.resize(edges[-1], refcheck=False)
         return Stream([tokens], edges, vocabulary=tokenizer.vocabulary, end=tokenizer.end, tokenizer=tokenizer.digest)

@@ -30,7 +30,7 @@ class Corpus:
 
 
 def load_corpus(limit_bytes: int = 8_000_000, root: Path | None = None) -> Corpus:
-    """Read the corpus.
+    """Read the embedded corpus, Python source files, and split it by path into training and validation.
 
     Args:
         limit_bytes: upper bound on the bytes read; files are added in the order of their hash until the next one exceeds it.
@@ -86,5 +86,5 @@ def _per_build(name: str) -> bool:
 
 
 def _path_hash(path: str, purpose: str) -> int:
-    """64-bit hash of a path, independent between purposes."""
+    """64-bit hash of a path; each `purpose` ("order", "split") gives an independent hash."""
     return int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8, person=purpose.encode()).digest(), "little")

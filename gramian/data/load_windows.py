@@ -7,7 +7,7 @@ from gramian.data.windows import Windows
 
 
 def load_windows(data: DataSection) -> tuple[Windows, Windows]:
-    """Read, tokenise and cut the data of a config; returns (training windows, validation windows).
+    """Read and tokenise the documents of a config and cut them into windows; returns (training, validation) windows.
 
     Example:
         >>> training, validation = load_windows(DataSection(limit_bytes=200_000, length=64))
@@ -19,7 +19,7 @@ def load_windows(data: DataSection) -> tuple[Windows, Windows]:
 
 
 def cut_windows(documents: Documents, data: DataSection) -> tuple[Windows, Windows]:
-    """Cut documents into (training windows, validation windows); raises if either split has no window."""
+    """Cut tokenised documents into (training, validation) windows by `data.length`; raises if either split has no window."""
     training, validation = (
         Windows(stream, data.length, pack=data.pack, isolate=data.isolate, stride=stride)
         for stream, stride in ((documents.train, data.stride), (documents.validation, 0))

@@ -36,7 +36,7 @@ class DataSection:
     pack: bool = True
     """Concatenate documents before cutting windows; false: a window contains tokens of one document and padding."""
     isolate: bool = False
-    """Hide packed documents of a window from each other (GPT and Goose only)."""
+    """Hide the packed documents of a window from each other in attention and state (GPT and Goose only)."""
     batch: Count = 16
     """Windows per optimizer step, over all processes."""
     micro_batch: Natural = 0
@@ -44,4 +44,4 @@ class DataSection:
     workers: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 4
     """Number of processes that prepare batches; 0: the training process prepares them."""
     prefetch: Count = 2
-    """Number of steps that each worker prepares ahead."""
+    """Number of steps whose batches each worker prepares ahead."""

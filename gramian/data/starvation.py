@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 STARVED = 0.05
-"""Fraction of the time above which waiting for data is reported."""
+"""Fraction of the step time above which waiting for data is reported."""
 
 
 class StarvationMeter:
-    """Times the waits for the next batch.
+    """Measures the time that training waits for its next batch, and recommends the data option to change.
 
     Args:
         window: number of recent intervals that the advice is based on.
@@ -33,7 +33,7 @@ class StarvationMeter:
 
     @contextmanager
     def wait(self) -> Iterator[None]:
-        """Time the wait for a batch; waits add up until the next `share`."""
+        """Context manager that times the wait for a batch; the times add up until the next call of `share`."""
         began = time.perf_counter()
         try:
             yield

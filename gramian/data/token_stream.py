@@ -14,7 +14,7 @@ from gramian.data.tokenizer import Ids
 Int64s = npt.NDArray[np.int64]
 
 CHUNK = 1 << 22
-"""Tokens that a pass over a stream reads at once."""
+"""Number of tokens that a pass over a stream reads at once."""
 
 
 class Stream:
@@ -52,11 +52,11 @@ class Stream:
 
     @property
     def documents(self) -> int:
-        """Number of documents."""
+        """Number of documents of the stream."""
         return len(self.edges) - 1
 
     def read(self, begin: int, stop: int) -> Int64s:
-        """Return the tokens `begin` … `stop - 1` as int64; O(stop - begin + log runs)."""
+        """Return the stream's tokens `begin` … `stop - 1` as int64; O(stop - begin + log runs), runs of adjacent documents."""
         tokens: Int64s = np.empty(stop - begin, dtype=np.int64)
         run = int(np.searchsorted(self._starts, begin, side="right")) - 1
         at = begin
@@ -70,12 +70,12 @@ class Stream:
         return tokens
 
     def chunks(self) -> Iterator[Int64s]:
-        """Yield all tokens, in pieces of at most `CHUNK`."""
+        """Yield all tokens of the stream in order, as int64 arrays of at most `CHUNK`."""
         for begin in range(0, len(self), CHUNK):
             yield self.read(begin, min(len(self), begin + CHUNK))
 
     def select(self, selected: npt.NDArray[np.bool_]) -> "Stream":
-        """Return the stream of the documents where `selected` [documents] is true, over the same arrays."""
+        """Return a stream of the documents where `selected` [documents] is true; it shares the arrays with this one."""
         chosen = np.flatnonzero(selected)
         begins, stops = self.edges[chosen], self.edges[chosen + 1]
         run = np.searchsorted(self._starts, begins, side="right") - 1
@@ -90,7 +90,7 @@ class Stream:
         return part
 
     def document_hashes(self) -> npt.NDArray[np.uint64]:
-        """Hash the tokens of each document without its `end`, uint64 [documents]; a pass over the stream."""
+        """64-bit hash of each document's tokens without the end id, uint64 [documents]; reads the stream once."""
         hashes = np.empty(self.documents, dtype=np.uint64)
         first = 0
         while first < self.documents:
@@ -113,7 +113,7 @@ def content_hash(content: bytes | memoryview) -> int:
 
 
 class _Shared:
-    """A flat array that is pickled by name: the other process opens its file again, or shares its memory."""
+    """A flat array that is pickled without a copy: the other process opens its file again, or maps the same shared memory."""
 
     def __init__(self, array: Ids) -> None:
         self.array = array

@@ -26,30 +26,30 @@ class Tokenizer(Protocol):
 
     @property
     def vocabulary(self) -> int:
-        """Number of token ids, including `end`."""
+        """Number of token ids, including the end-of-document id."""
 
     @property
     def end(self) -> int:
-        """Id that ends a document; no text is encoded to it."""
+        """Id of the token that ends a document; no text is encoded to it."""
 
     @property
     def digest(self) -> str:
-        """Hex hash; equal digests mean equal ids for equal text."""
+        """Hex hash of the tokenizer; equal digests mean equal ids for equal text."""
 
     def encode(self, text: str | bytes) -> Ids:
-        """Return the ids of a text, [n] of `token_type(vocabulary)`; bytes are UTF-8."""
+        """Return the token ids of a text, [n] of `token_type(vocabulary)`; a text in bytes is UTF-8."""
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
-        """Return the text of ids, without `end`; invalid UTF-8 is replaced."""
+        """Return the text of token ids, without the end id; invalid UTF-8 is replaced."""
 
 
 def token_type(vocabulary: int) -> np.dtype[Any]:
-    """Return uint16 if it can represent every id below `vocabulary`, else uint32."""
+    """Dtype in which token ids are stored: uint16 if it can represent every id below `vocabulary`, else uint32."""
     return np.dtype(np.uint16 if vocabulary <= 2**16 else np.uint32)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Load the tokenizer that `data.tokenizer` names: "bytes" (also "auto" without a model), or a folder.
+    """Load a tokenizer: "bytes" and "auto" give the byte tokenizer, any other name is a Hugging Face tokenizer's folder.
 
     Example:
         >>> load_tokenizer("bytes").encode("hi").tolist()
@@ -62,7 +62,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def holds_tokenizer(folder: Path) -> bool:
-    """Return whether a folder has a vocabulary file; its content is checked when it is read."""
+    """Whether a folder has the vocabulary file of a tokenizer; the file's content is checked when it is read."""
     vocabularies = ("tokenizer.json", "vocab.json", "vocab.txt")
     return any(path.name in vocabularies or path.suffix in _SUFFIXES for path in folder.iterdir())
 
@@ -75,12 +75,12 @@ class ByteTokenizer:
     digest = hashlib.blake2b(b"bytes", digest_size=16).hexdigest()
 
     def encode(self, text: str | bytes) -> Ids:
-        """Return the bytes of a text, uint16 [n]."""
+        """Return the UTF-8 bytes of a text as token ids, uint16 [n]."""
         content = text.encode() if isinstance(text, str) else text
         return np.frombuffer(content, dtype=np.uint8).astype(token_type(self.vocabulary))
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
-        """Return the text of ids."""
+        """Return the text of token ids that are bytes; the end id is left out, and invalid UTF-8 is replaced."""
         return bytes(int(token) for token in ids if token != self.end).decode(errors="replace")
 
 
@@ -127,13 +127,13 @@ class HuggingFaceTokenizer:
         self.digest = _digest_of(folder)
 
     def encode(self, text: str | bytes) -> Ids:
-        """Return the ids of a text, without special tokens around it."""
+        """Return the token ids of a text, [n], without special tokens around it."""
         text = text if isinstance(text, str) else text.decode(errors="replace")
         ids = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return np.asarray(ids, dtype=token_type(self.vocabulary))
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
-        """Return the text of ids."""
+        """Return the text of token ids, without the end id."""
         without_end = [int(token) for token in ids if token != self.end]
         return str(self._tokenizer.decode(without_end, clean_up_tokenization_spaces=False))
 

@@ -12,7 +12,7 @@ from gramian.data.options import DataSection
 
 
 def truncated_files(data: DataSection) -> list[str]:
-    """Return the paths of truncated files; reads the ends of text and JSONL files and the headers of token files."""
+    """Paths of the config's files that are cut off; reads the ends of text and JSONL files and the headers of token files."""
     files = find_files(data.files, data.source)
     files += find_files(data.validation_files, data.source, "data.validation_files")
     truncated: list[str] = []
@@ -41,7 +41,7 @@ def _ends_in_a_character(path: Path) -> bool:
 
 
 def _ends_in_a_line(path: Path) -> bool:
-    """Return whether the last line ends in a newline, or is complete JSON without it."""
+    """Return whether the last line of a JSONL file ends in a newline, or is complete JSON without it."""
     reach = 1 << 16
     with path.open("rb") as lines:
         size = lines.seek(0, os.SEEK_END)

@@ -12,7 +12,7 @@ Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
 
 ROUNDS = 12
-"""Rounds of the network; with fewer, the order of a handful of windows is visibly not random."""
+"""Rounds of the Feistel network that permutes the windows; with fewer, the order of a handful is visibly not random."""
 
 
 class Permutation:
@@ -42,7 +42,7 @@ class Permutation:
         ).astype(np.uint64)
 
     def __call__(self, index: Int64s) -> Int64s:
-        """Map indices, int64 [n] in 0 … size - 1, to int64 [n] of the same range."""
+        """Map indices, int64 [n] in 0 … size - 1, to their places in the permutation, int64 [n] of the same range."""
         places = self._network(index.astype(np.uint64))
         while len(outside := np.flatnonzero(places >= np.uint64(self.size))):
             places[outside] = self._network(places[outside])
@@ -59,7 +59,7 @@ class Permutation:
 
 
 def windows_at(position: int, size: int, batch: int, seed: int) -> Int64s:
-    """Return the windows of the batch at a data position, int64 [batch]: a pure function.
+    """Indices of the windows of the batch at a data position, int64 [batch]; `size` is the number of windows.
 
     An endless sequence contains all windows once per epoch, in the permutation with the key (seed, epoch); the batch at
     position p is its elements p · batch … p · batch + batch - 1. A batch may begin in one epoch and end in a later one.
@@ -76,7 +76,7 @@ def windows_at(position: int, size: int, batch: int, seed: int) -> Int64s:
 
 
 def _mix(values: UInt64s) -> UInt64s:
-    """Apply the finaliser of splitmix64; products wrap."""
+    """Mix the bits of each uint64 by the finaliser of splitmix64; products wrap."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

@@ -21,7 +21,7 @@ from gramian.data.token_stream import Stream
 Int64s = npt.NDArray[np.int64]
 
 NOT_COUNTED = -100
-"""Target that is not counted: `ignore_index` of torch's cross-entropy."""
+"""Target id of a position that has no loss term: `ignore_index` of torch's cross-entropy."""
 
 
 class Windows(Dataset[dict[str, Tensor]]):
@@ -37,7 +37,7 @@ class Windows(Dataset[dict[str, Tensor]]):
 
     Args:
         stream: the documents.
-        length: T.
+        length: number of predicted tokens T of a window.
         pack: concatenate documents before cutting.
         isolate: hide packed documents from each other.
         stride: tokens between the starts of consecutive windows, at most `length`; 0: `length`.
@@ -86,19 +86,19 @@ class Windows(Dataset[dict[str, Tensor]]):
                 "expected a document of at least 2 tokens"
             )
         self.counts: Int64s = counts
-        """Number of counted targets of each window, int64 [n]; at least 1."""
+        """Number of targets of each window that have a loss term, int64 [windows]; at least 1."""
 
     def __len__(self) -> int:
         return len(self.counts)
 
     @property
     def vocabulary(self) -> int:
-        """Number of token ids; every token is below it."""
+        """Number of token ids; every token of a window is below it."""
         return self.stream.vocabulary
 
     @cached_property
     def digest(self) -> str:
-        """Hex hash of the tokenizer, the tokens, the documents and the cutting; a pass over the stream."""
+        """Hex hash of the tokenizer, the tokens, the document borders and the cutting options; reads the whole stream."""
         digest = hashlib.blake2b(digest_size=16)
         cut = f"{self.length}/{self.pack}/{self.isolate}/{self.stride}"
         digest.update(f"{self.stream.tokenizer}/{cut}/{len(self.stream)}\0".encode())
@@ -114,7 +114,7 @@ class Windows(Dataset[dict[str, Tensor]]):
         return {name: rows[0] for name, rows in self.stack(np.array([index])).items()}
 
     def stack(self, index: Int64s) -> dict[str, Tensor]:
-        """Return the windows `index` [B] as rows: int64 [B, T] under the names of an item."""
+        """Return windows `index` [B] as rows: int64 [B, T] "tokens" and "targets", and "documents" if they are isolated."""
         T, stream = self.length, self.stream
         window = index if self._selected is None else self._selected[index]
         piece = np.searchsorted(self._firsts, window, side="right") - 1

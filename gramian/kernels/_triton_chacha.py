@@ -1,4 +1,4 @@
-"""The Triton side of `chacha`: one ChaCha20 block of 16 words per lane, and Box–Muller on its eight pairs.
+"""The Triton kernels of chacha.py: each lane makes one ChaCha20 block of 16 words, and Box–Muller makes normals of its 8 pairs.
 
 Importing this file imports triton. The launchers take tensors on any device that Triton runs on, the CPU under its
 interpreter included.
@@ -17,16 +17,16 @@ from torch import Tensor
 from gramian.kernels.normal_tail import TAIL_WORDS
 
 BLOCK = 128
-"""ChaCha20 blocks per program, one per thread."""
+"""Number of ChaCha20 blocks per Triton program, one per thread."""
 
 _TAIL = tl.constexpr(TAIL_WORDS)
 _TAIL_NONCE = tl.constexpr(-(2**31))
-"""`TAIL_NONCE`: the highest bit of the nonce's last word."""
+"""The highest bit of the nonce's last 32-bit word, as a signed integer: it adds 2⁹⁵ to the nonce."""
 
 
 @triton.jit
 def _add(x, y):
-    """x + y modulo 2³², also where Triton checks for overflow."""
+    """x + y modulo 2³² of unsigned 32-bit words; the sum may wrap, also where Triton checks for overflow."""
     return tl.add(x, y, sanitize_overflow=False)
 
 
@@ -37,7 +37,7 @@ def _rotate(x, bits: tl.constexpr):
 
 @triton.jit
 def _quarter(a, b, c, d):
-    """The quarter round of RFC 8439, section 2.1."""
+    """ChaCha20's quarter round (RFC 8439, section 2.1) on four tensors of 32-bit words; returns the new a, b, c, d."""
     a = _add(a, b)
     d = _rotate(d ^ a, 16)
     c = _add(c, d)
@@ -51,13 +51,13 @@ def _quarter(a, b, c, d):
 
 @triton.jit
 def _lanes(word, counter_B):
-    """The bits of a signed scalar, in every lane."""
+    """A signed 32-bit scalar as uint32 with the same bits, repeated in every lane of `counter_B`."""
     return tl.zeros_like(counter_B) | word.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _block(counter_B, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2):
-    """The 16 words of the blocks with these counters, each [B]."""
+    """The 16 words, each uint32 [B], of the ChaCha20 blocks with counters `counter_B`, key k0 … k7 and nonce n0 … n2."""
     s0 = tl.full(counter_B.shape, 0x61707865, tl.uint32)
     s1 = tl.full(counter_B.shape, 0x3320646E, tl.uint32)
     s2 = tl.full(counter_B.shape, 0x79622D32, tl.uint32)
@@ -85,7 +85,7 @@ def _block(counter_B, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2):
 
 @triton.jit
 def _stack(a, b, c, d, e, f, g, h):
-    """Eight [B] side by side, [B, 8]: a join puts its two sides on even and odd places."""
+    """Eight tensors [B] side by side, [B, 8]; tl.join puts its two arguments on even and odd places."""
     even = tl.join(tl.join(a, e), tl.join(c, g))
     odd = tl.join(tl.join(b, f), tl.join(d, h))
     return tl.reshape(tl.join(even, odd), [a.shape[0], 8])
@@ -93,7 +93,7 @@ def _stack(a, b, c, d, e, f, g, h):
 
 @triton.jit
 def _pairs(first_block, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2, BLOCK: tl.constexpr):
-    """First and second words of the pairs of this program's blocks, each [BLOCK, 8]."""
+    """First words and second words of the word pairs of this program's ChaCha20 blocks, two tensors [BLOCK, 8]."""
     lane_B = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.uint32)
     counter_B = _add(lane_B, first_block.to(tl.uint32, bitcast=True))
     x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15 = _block(
@@ -104,14 +104,14 @@ def _pairs(first_block, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2, BLOCK: tl.co
 
 @triton.jit
 def _places(skip, BLOCK: tl.constexpr):
-    """Where the elements of this program's blocks stand in the tensor, [BLOCK, 16]; below 0 for the first `skip`."""
+    """Index in the output tensor of each of this program's words, [BLOCK, 16]; negative for the `skip` words before it."""
     lane_B = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return lane_B[:, None] * 16 + tl.arange(0, 16)[None, :] - skip
 
 
 @triton.jit
 def _radius(high, low):
-    """√(-2 ln u) of the words of `chacha.normals`, to a few units in the last place of float32 for every u."""
+    """√(-2 ln u), u the uniform number of the words `high` and (in the tail) `low`, to a few float32 ulps for all u."""
     u = (high.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # (w + ½) / 2³²
     below = (low.to(tl.float32) + 0.5) * 5.421010862427522e-20  # (v + ½) / 2⁶⁴
     u = tl.where(high < _TAIL, high.to(tl.float32) * 2.3283064365386963e-10 + below, u)
@@ -156,20 +156,20 @@ def _add_normals_kernel(
 
 
 def write_words(out: Tensor, key: Sequence[int], nonce: Sequence[int], start: int) -> None:
-    """`chacha.words` into a contiguous int32 tensor; key and nonce are eight and three signed words."""
+    """Fill a contiguous int32 tensor with ChaCha20 words from place `start` on; key is 8 and nonce 3 signed 32-bit words."""
     _launch(_words_kernel, (out,), out.numel(), key, nonce, start, {}, out.device)
 
 
 def add_normals(
     tensor: Tensor, std: Tensor, key: Sequence[int], nonce: Sequence[int], start: int, factor: float = 1.0
 ) -> None:
-    """`chacha.add_normals_`, with a `factor` in float32; `std` is 0-dim on the tensor's device, key and nonce signed words."""
+    """tensor = (tensor + std · normals) · factor in place; `std` is 0-dim on its device, key and nonce are signed words."""
     wide = {"WIDE": tensor.dtype == torch.float64}
     _launch(_add_normals_kernel, (tensor, std, float(factor)), tensor.numel(), key, nonce, start, wide, tensor.device)
 
 
 def _launch(kernel, tensors, count, key, nonce, start, meta, device):
-    """Run a kernel over the blocks that hold [start, start + count)."""
+    """Run a kernel over the ChaCha20 blocks that contain the words [start, start + count)."""
     first, skip = start // 16, start % 16
     blocks = -(-(skip + count) // 16)
     first -= (first >= 2**31) * 2**32

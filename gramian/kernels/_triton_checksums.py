@@ -1,4 +1,4 @@
-"""The Triton kernel of checksums.py. Importing this file imports triton."""
+"""The Triton kernel of checksums.py: partial checksums of tensors. Importing this imports triton."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -10,7 +10,7 @@ def checksums(
     partials, pointers, sizes, owners, chunks, multipliers, RADIX,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one tensor: Σ w R^(ROWS - 1 - row) v(column), row after row by Horner's rule.
+    """Σ w R^(ROWS - 1 - row) v(column) over the 32-bit words w of a tensor's chunk; R = RADIX and v are odd multipliers.
 
     -0.0 is read as 0.0. Of float64 the second word has the sign, and -x for x below 2⁻¹⁰⁴² is read as x.
     """

@@ -1,4 +1,4 @@
-"""Loading and ordering of tiles, shared by the matrix kernels. Importing this file imports triton."""
+"""Triton functions that load tiles and order them, for the matrix kernels. Importing this file imports triton."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -10,7 +10,7 @@ def load_tile(
     x, sample, token, column, stride_b, stride_t, stride_n, tokens, width,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
-    """Block [TOKENS, COLUMNS] of one sample of a [B, T, N] tensor, from (token, column) on, zero beyond its edges."""
+    """Load the block [TOKENS, COLUMNS] of one sample of a [B, T, N] tensor from (token, column) on; zero beyond its edges."""
     if DESCRIPTOR:
         tile = x.load([sample, token, column]).reshape(TOKENS, COLUMNS)
     else:
@@ -24,7 +24,7 @@ def load_tile(
 
 @triton.jit
 def grouped(index, row_tiles, column_tiles, GROUP: tl.constexpr):
-    """Tile (row, column) number `index` of a grid walked in bands of GROUP rows, so that neighbours share what they read."""
+    """(row, column) of tile number `index` of a grid that is walked in bands of GROUP rows, so that neighbours share reads."""
     per_band = GROUP * column_tiles
     first = (index // per_band) * GROUP
     height = tl.minimum(row_tiles - first, GROUP)

@@ -3,7 +3,7 @@
 A word belongs to (key, nonce, place), so any split of a tensor draws what the whole tensor draws. The cipher is RFC 8439's:
 a 32-bit block counter and a 96-bit nonce, hence 2³² blocks of 16 words per nonce. On the CPU the words come from the
 `cryptography` package, and from numpy where that is not installed; on CUDA from a Triton kernel; all three are the same
-words. The normals of CPU and CUDA differ by rounding: float64 there, float32 here.
+words. The normals of CPU and CUDA differ by rounding: in float64 on the CPU, in float32 on CUDA.
 
 A normal number takes one word on average: two words make a pair, and only a radius in the tail takes a second word, from
 the stream of another nonce. Three or four words for each pair would give every radius 64 bits, and cost 1.6 or 2 times the
@@ -26,16 +26,16 @@ from gramian.core.errors import GramianError
 from gramian.kernels.normal_tail import TAIL_NONCE, TAIL_WORDS
 
 WORDS_PER_NONCE = 2**36
-"""2³² blocks of 16 words."""
+"""Number of words of the key stream of one nonce: 2³² blocks of 16 words."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _CHUNK = 2**20
-"""Elements per piece on the CPU, a multiple of 16: bounds the temporaries at some 30 MB, and is long enough for threads."""
+"""Elements that the CPU makes at a time, a multiple of 16: keeps temporaries near 30 MB, and is long enough for threads."""
 
 
 def words(key: bytes, nonce: int, start: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """Words [start, start + count) of the key stream, uint32 [count], made on the device.
+    """Words [start, start + count) of the ChaCha20 key stream of (key, nonce), uint32 [count], made on the device.
 
     Cost: 60 integer operations per word; on the CPU some 5 ns a word with `cryptography`.
     """
@@ -50,7 +50,7 @@ def words(key: bytes, nonce: int, start: int, count: int, device: torch.device |
 
 
 def normals(key: bytes, nonce: int, start: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """Standard normal numbers [start, start + count) of the key stream by Box–Muller, float32 [count], made on the device.
+    """Standard normals [start, start + count) of the key stream of (key, nonce), float32 [count], by Box–Muller on the device.
 
     Words w₀, w₁ at the even place 2k and at 2k+1 give elements 2k and 2k+1:
 
@@ -116,7 +116,7 @@ def _add_on_host(flat_N: Tensor, key: bytes, nonce: int, start: int, std: float,
 
 
 def _host_normals(key: bytes, nonce: int, start: int, count: int) -> Tensor:
-    """Float32 normals made in float64, whole pairs first, so that a number does not depend on where a split falls."""
+    """Normals [start, start + count), float32 [count], computed on the CPU in float64; the same for any split of a range."""
     first, stop = start - start % 2, start + count + (start + count) % 2
     words_P2 = _host_words(key, nonce, first, stop - first).reshape(-1, 2)
     uniform_P = (words_P2[:, 0] + 0.5) * 2.0**-32
@@ -132,7 +132,7 @@ def _host_normals(key: bytes, nonce: int, start: int, count: int) -> Tensor:
 
 
 def _host_words(key: bytes, nonce: int, start: int, count: int) -> NDArray[np.uint32]:
-    """Words [start, start + count), uint32 [count]: whole blocks, the ends cut off."""
+    """Words [start, start + count) of the key stream on the CPU, uint32 [count]: blocks are made whole, the ends cut off."""
     first, stop = start // 16, -(-(start + count) // 16)
     try:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
@@ -146,7 +146,7 @@ def _host_words(key: bytes, nonce: int, start: int, count: int) -> NDArray[np.ui
 
 
 def numpy_blocks(key: bytes, nonce: int, first: int, count: int) -> NDArray[np.uint32]:
-    """The plain twin: blocks [first, first + count) of the key stream, every quarter round on all blocks at once.
+    """ChaCha20 blocks [first, first + count) of (key, nonce) in plain numpy, each quarter round on all blocks at once.
 
     Returns uint32 [count, 16]. Cost: 960 passes over 4·count bytes, some 500 ns a block.
     """
@@ -169,7 +169,7 @@ def numpy_blocks(key: bytes, nonce: int, first: int, count: int) -> NDArray[np.u
 
 
 def _quarter(state: NDArray[np.uint32], a: int, b: int, c: int, d: int) -> None:
-    """The quarter round of RFC 8439 on four rows of the state, in place."""
+    """ChaCha20's quarter round (RFC 8439) on rows a, b, c, d of the state [16, blocks], in place."""
     for x, y, z, bits in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
         state[x] += state[y]
         mixed = state[z] ^ state[x]
@@ -177,7 +177,7 @@ def _quarter(state: NDArray[np.uint32], a: int, b: int, c: int, d: int) -> None:
 
 
 def _kernels(device: torch.device):  # type: ignore[no-untyped-def]
-    """The Triton side, imported on first use."""
+    """The module of Triton kernels, imported on first use; raises `GramianError` if triton is not installed."""
     try:
         from gramian.kernels import _triton_chacha
     except ImportError as reason:
@@ -186,7 +186,7 @@ def _kernels(device: torch.device):  # type: ignore[no-untyped-def]
 
 
 def _arguments(key: bytes, nonce: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Key and nonce as signed 32-bit words: scalars of one type for every value, so a kernel is compiled once."""
+    """Key and nonce as eight and three signed 32-bit words, so that a kernel is compiled once for all values."""
     return struct.unpack("<8i", key), struct.unpack("<3i", nonce.to_bytes(12, "little"))
 
 

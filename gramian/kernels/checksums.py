@@ -1,9 +1,9 @@
 """Checksums of the values of many tensors: equal values have equal checksums, on every device and in every launch.
 
 A tensor is read as 32-bit words w: half a float64, one float32, or two elements of 16 bits, with -0.0 as 0.0. In chunks of
-ROWS × COLUMNS words,
+ROWS × COLUMNS words, with fixed odd multipliers R, u for each chunk and v for each column,
 
-    checksum = Σ m w  mod 2⁶⁴,    m = u(chunk) · R^(ROWS - 1 - row) · v(column),    u, v and R odd
+    checksum = Σ m w  mod 2⁶⁴,    m = u(chunk) · R^(ROWS - 1 - row) · v(column)
 
 Integer sums have no rounding, so no order of summation shows. One word that changes always changes the checksum (m is odd and
 a change is below 2³³); changes of several cancel by chance, with probability about 2⁻³². All zeros have checksum 0. This
@@ -21,18 +21,17 @@ from gramian.kernels.launch import on_device, triton_found
 ROWS, COLUMNS = 32, 1024
 CHUNK = ROWS * COLUMNS
 SMALL = 4096
-"""Words of a tensor that the twin takes together with other ones: a loop in Python would cost more than they do."""
+"""Tensors of at most this many 32-bit words are summed together by `checksums_twin`, without a Python loop over them."""
 RADIX = 0x2545F4914F6CDD1D
-"""R: the multiplier of Vigna's xorshift64*."""
+"""The odd multiplier R of a row in `checksums`: that of Vigna's xorshift64*."""
 
 
 def checksums(tensors: Sequence[Tensor], most: int | None = None) -> Tensor:
-    """The checksum of each tensor's values.
+    """A 64-bit checksum of each tensor's values, int64 [len(tensors)] on the device of the first; equal for equal values.
 
+    The tensors are contiguous, of any shape and float dtype; the first `most` elements of each count (None: all).
     Cost: one read of all tensors; on CUDA five launches for each device and dtype, whatever the number of tensors
     (measured on an H200: 4.1 TB/s). It does not wait for the device. On one core of a CPU some 5 ns an element.
-    The tensors are contiguous, of any shape and float dtype; the first `most` elements of each count (None: all). Returns int64
-    [len(tensors)], on the device of the first.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, t in enumerate(tensors):
@@ -66,7 +65,7 @@ def checksums_twin(tensors: Sequence[Tensor], most: int | None = None) -> Tensor
 
 @torch.no_grad()
 def checksums_kernel(tensors: Sequence[Tensor], most: int | None = None) -> Tensor:
-    """`checksums` of tensors of one device and dtype in Triton: a program for each chunk; torch adds them up."""
+    """`checksums` of tensors of one device and dtype in Triton: one program per chunk of 2¹⁵ words; torch adds the chunks."""
     from gramian.kernels import _triton_checksums as triton_kernels
 
     device, width = tensors[0].device, tensors[0].element_size()
@@ -94,7 +93,7 @@ def _words(flat: Tensor) -> Tensor:
 
 
 def _whole_words(flat: Tensor) -> Tensor:
-    """A copy where elements of 16 bits do not make whole words, or begin within one."""
+    """`flat`, or a zero-padded copy if its 16-bit elements do not fill whole 32-bit words or do not begin on one."""
     if flat.element_size() == 2 and (len(flat) % 2 or flat.data_ptr() % 4):
         return nn.functional.pad(flat, (0, len(flat) % 2)).clone()
     return flat
@@ -102,13 +101,13 @@ def _whole_words(flat: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _order(groups: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """Where each tensor's checksum is among those of the groups, one after the other."""
+    """Index of each tensor's checksum in the concatenated checksums of `groups` (tuples of tensor numbers)."""
     return torch.tensor([i for members in groups for i in members]).argsort().to(device)
 
 
 @functools.lru_cache(maxsize=16)
 def _layout(counts: tuple[int, ...], width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Words of each tensor [N]; of each program [P] its tensor, the number of its chunk there, and u of that chunk."""
+    """Number of words of each tensor [N]; for each Triton program [P] its tensor, its chunk, and the chunk's multiplier."""
     sizes_N = (torch.tensor(counts) * width + 3) // 4
     counts_N = -(-sizes_N // CHUNK)
     owners_P = torch.arange(len(counts)).repeat_interleave(counts_N)
@@ -118,7 +117,7 @@ def _layout(counts: tuple[int, ...], width: int, device: torch.device) -> tuple[
 
 @functools.lru_cache(maxsize=16)
 def _joint(sizes: tuple[int, ...], numbers: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of the words of tensors of less than a chunk, one after the other: m, and the tensor's number."""
+    """Multiplier of every word of the small tensors, concatenated, and the number of the tensor that the word belongs to."""
     weights = (_weights(torch.device("cpu")) * _odd(torch.zeros(1, dtype=torch.int64)))[:SMALL]
     owners = torch.tensor(numbers).repeat_interleave(torch.tensor(sizes))
     return torch.cat([weights[:size] for size in sizes]).to(device), owners.to(device)
@@ -126,7 +125,7 @@ def _joint(sizes: tuple[int, ...], numbers: tuple[int, ...], device: torch.devic
 
 @functools.lru_cache(maxsize=16)
 def _weights(device: torch.device) -> Tensor:
-    """m of the words of a chunk, but for u; the last COLUMNS are v."""
+    """Multipliers of a chunk's 32-bit words by row and column, int64 [ROWS · COLUMNS]: RADIX^(ROWS - 1 - row) · odd number."""
     rows = torch.tensor([_signed(pow(RADIX, ROWS - 1 - row, 2**64)) for row in range(ROWS)])
     return (rows[:, None] * _odd(torch.arange(COLUMNS) - COLUMNS)).flatten().to(device)
 
@@ -140,5 +139,5 @@ def _odd(index: Tensor) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """The 64-bit integer of the same bits."""
+    """The signed 64-bit integer with the bits of an unsigned one."""
     return number - 2**64 if number >= 2**63 else number

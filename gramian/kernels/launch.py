@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes that kernels read; they always accumulate in float32."""
+"""Dtypes of the tensors that kernels read; sums are always accumulated in float32."""
 
 PROCESSORS = 132
-"""Multiprocessors assumed where there is no device to ask, which is in Triton's interpreter."""
+"""Number of multiprocessors assumed for a tensor that is not on a GPU (Triton's interpreter)."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tile sizes and launch options of one program of a matrix kernel.
+    """Tile sizes and launch options of one Triton program of a matrix kernel.
 
     `cost` is the time of one program in units of a 128x128 tile at full speed: area / 128² / relative throughput.
     """
@@ -33,22 +33,22 @@ class Tiles:
 
     @property
     def options(self) -> dict[str, int]:
-        """Warps and stages, under the names of Triton's launcher."""
+        """`num_warps` and `num_stages` of these tiles, as keyword arguments of a Triton launch."""
         return {"num_warps": self.warps, "num_stages": self.stages}
 
     def over(self, rows: int, columns: int) -> int:
-        """Number of tiles that cover a matrix."""
+        """Number of tiles that cover a matrix [rows, columns]."""
         return -(-rows // self.rows) * -(-columns // self.columns)
 
 
 @functools.cache
 def triton_found() -> bool:
-    """Whether triton could be imported, without importing it."""
+    """Whether the package triton is installed; it is not imported."""
     return importlib.util.find_spec("triton") is not None
 
 
 def takes_kernel(*tensors: Tensor) -> bool:
-    """Whether every tensor is on a CUDA device in a dtype of the kernels, with triton at hand."""
+    """Whether a Triton kernel can run: every tensor is on CUDA in one of `DTYPES`, and triton is installed."""
     return all(tensor.is_cuda and tensor.dtype in DTYPES for tensor in tensors) and triton_found()
 
 
@@ -58,20 +58,20 @@ def _processors(index: int) -> int:
 
 
 def processors(tensor: Tensor) -> int:
-    """Multiprocessors of the device that holds `tensor`."""
+    """Number of multiprocessors of the device of `tensor`; `PROCESSORS` if that is not a GPU."""
     return _processors(tensor.device.index) if tensor.is_cuda else PROCESSORS
 
 
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Launch on the device that holds `tensor`, whichever is current."""
+    """Context manager that makes the device of `tensor` the current one, so that a Triton kernel is launched there."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 def cheapest(choices: Iterable[tuple[Tiles, int]], tensor: Tensor) -> Tiles:
-    """The tiles whose programs, run in waves over all multiprocessors, take the least time.
+    """From pairs (tiles, number of programs), the tiles whose programs, in waves over all multiprocessors, take the least time.
 
-    A function of shapes and device (that of `tensor`) only, so that a second run takes the same kernel and gives the same
-    bits. Each choice has the number of programs that the problem makes of it; the first of equals is taken.
+    Depends on shapes and the device of `tensor` only, so that a second run takes the same kernel and gives the same bits. The
+    first of equals is taken.
     """
     wave = processors(tensor)
     return min(choices, key=lambda choice: -(-choice[1] // wave) * choice[0].cost)[0]
@@ -83,7 +83,7 @@ def _has_bulk_copies(index: int) -> bool:
 
 
 def wants_descriptors(*tensors: Tensor) -> bool:
-    """Whether these are read by the device's bulk copies (TMA): two-byte elements on compute capability 9 and above.
+    """Whether a kernel should read these tensors by bulk copies (TMA): two-byte elements, compute capability 9 or above.
 
     Float32 products run on the plain cores, which ordinary loads keep busy.
     """
@@ -94,10 +94,7 @@ def wants_descriptors(*tensors: Tensor) -> bool:
 
 
 def fits_descriptor(x_BTN: Tensor) -> bool:
-    """Whether bulk copies can read this layout.
-
-    Columns must be adjacent, rows and samples begin on 16 bytes, samples not interleave.
-    """
+    """Whether bulk copies (TMA) can read the memory layout of a tensor [B, T, N]."""
     if x_BTN.stride(2) != 1 or x_BTN.data_ptr() % 16:
         return False
     samples, tokens, width = x_BTN.shape
@@ -108,14 +105,14 @@ def fits_descriptor(x_BTN: Tensor) -> bool:
 
 
 def _descriptor_strides(x_BTN: Tensor) -> list[int]:
-    """Strides in elements; along a dimension of one element, where torch keeps any number, one that is accepted."""
+    """Strides of a tensor [B, T, N] in elements; for a dimension of size 1, a stride that bulk copies (TMA) accept."""
     samples, tokens, width = x_BTN.shape
     per_token = x_BTN.stride(1) if tokens > 1 else -(-width // 16) * 16
     return [x_BTN.stride(0) if samples > 1 else tokens * per_token, per_token, 1]
 
 
 def operand(x_BTN: Tensor, descriptor: bool, tokens: int, columns: int) -> Any:
-    """What a kernel is given to read blocks [tokens, columns] of a [B, T, N] tensor: a descriptor, or the tensor.
+    """The kernel argument for reading blocks [tokens, columns] of x [B, T, N]: a TMA descriptor if `descriptor`, else x.
 
     A layout that bulk copies cannot read is copied into one that they can: loads of two bytes each would take several times
     as long as the copy.

@@ -1,1 +1,1 @@
-"""The process grid and every collective: no other room calls `torch.distributed` collectives itself."""
+"""The process grid and every collective: no other package of gramian calls `torch.distributed` collectives itself."""

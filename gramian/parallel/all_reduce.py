@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def all_reduce(sums: dict[str, Tensor], group: Any) -> dict[str, Tensor]:
-    """Sum every entry over the processes of a group.
+    """Sum every entry of {name: tensor} over the processes of a group; returns {name: total}.
 
     All processes pass the same keys in the same order, also those that saw no data. Traffic: one all-reduce of each entry.
     The input is not changed.

@@ -1,4 +1,4 @@
-"""Tensors and wrappers of data-parallel models: shards of FSDP2 parameters, and DDP's reducer.
+"""Tensors and wrappers of data-parallel models: shards of FSDP2 parameters, and DDP's gradient reduction.
 
 A clipped gradient sum of a full parameter comes in; one reduce-scatter gives each process the total of its shard.
 """
@@ -29,7 +29,7 @@ def reduce_to_shard(full: Tensor, like: DTensor) -> DTensor:
 
 
 def wait_for_shard(shard: DTensor) -> DTensor:
-    """Wait for the result of `reduce_to_shard`: its local part is then a plain tensor."""
+    """Wait for the result of `reduce_to_shard`; returns the DTensor with a plain local shard."""
     part = shard.to_local()
     if not isinstance(part, AsyncCollectiveTensor):
         return shard
@@ -39,7 +39,7 @@ def wait_for_shard(shard: DTensor) -> DTensor:
 
 
 def waited(t: Tensor) -> Tensor:
-    """The plain tensor, after any collective that still writes to it."""
+    """`t` as a plain tensor, after waiting for a collective that still writes to it."""
     return t.wait() if isinstance(t, AsyncCollectiveTensor) else t
 
 
@@ -58,13 +58,13 @@ class GatheredParameters:
     """Finds tensors that share memory with parameters which FSDP2 has gathered, and will free after a unit's backward."""
 
     def __init__(self, root: nn.Module) -> None:
-        """Record where the parameters of an FSDP2 model are; of any other model nothing is recorded."""
+        """Record where the parameters of an FSDP2 model are stored; for any other model nothing is recorded."""
         modules = list(root.modules())
         sharded = any(isinstance(module, FSDPModule) for module in modules)
         self._places = [(m._parameters, name) for m in modules for name in m._parameters] if sharded else []
 
     def copied(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The same tensors, with copies of those that are views of a gathered parameter, so that they can be read later."""
+        """The given tensors, those that are views of a gathered parameter cloned, so that they stay valid after it is freed."""
         if not self._places:
             return list(tensors)
         now = [parameters[name] for parameters, name in self._places]
@@ -77,7 +77,7 @@ def _storage(t: Tensor) -> int:
 
 
 def unsharded_units(root: nn.Module) -> Iterator[None]:
-    """Gather the parameters of one FSDP2 unit after another; while it yields, full tensors are in the unit. Collective."""
+    """Gather the parameters of one FSDP2 unit after another; at each yield one unit has full tensors. Collective."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
@@ -86,7 +86,7 @@ def unsharded_units(root: nn.Module) -> Iterator[None]:
 
 
 def local_rows(p: Tensor) -> tuple[int, int] | None:
-    """[start, stop) of dimension 0 of a sharded parameter that this process holds; None for a plain tensor: all rows."""
+    """[start, stop) of the rows of a sharded parameter that this process stores; None for a plain tensor: all rows."""
     if not isinstance(p, DTensor):
         return None
     shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
@@ -94,12 +94,12 @@ def local_rows(p: Tensor) -> tuple[int, int] | None:
 
 
 def local(t: Tensor) -> Tensor:
-    """This process's shard of a DTensor, or the tensor itself."""
+    """This process's shard of a DTensor; any other tensor itself."""
     return t.to_local() if isinstance(t, DTensor) else t
 
 
 def as_sharded(t: Tensor, like: Tensor) -> Tensor:
-    """A local shard as a DTensor with a parameter's mesh, placements and full shape; unchanged for a plain parameter."""
+    """A DTensor of this process's shard `t` with mesh, placements and full shape of `like`; `t` itself if `like` is plain."""
     if not isinstance(like, DTensor):
         return t
     return DTensor.from_local(
@@ -111,7 +111,7 @@ class ReducerOff:
     """Switches DDP's gradient reduction off until `restore`, while the caller reduces gradients itself."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Switch it off; a model without DDP is left alone."""
+        """Switch the gradient reduction of the model's DDP wrapper off; a model without DDP is not changed."""
         self._wrapper = ddp_wrapper(model)
         self._before = True
         if self._wrapper is not None:
@@ -119,6 +119,6 @@ class ReducerOff:
             self._wrapper.require_backward_grad_sync = False
 
     def restore(self) -> None:
-        """Set the reduction back to what it was."""
+        """Set DDP's gradient reduction back to what it was before."""
         if self._wrapper is not None:
             self._wrapper.require_backward_grad_sync = self._before

@@ -11,7 +11,7 @@ Bytes that leave this process (`sent`), where one tensor has B bytes:
 | kind | model | bytes |
 |---|---|---|
 | all_reduce | ring: reduce-scatter, then all-gather | ⌊2·B·(W−1)/W⌋ |
-| all_gather | this process's piece, to each other rank | (W−1)·B of the piece |
+| all_gather | this process's tensor, to each other rank | (W−1)·B |
 | all_to_all | to each other rank its part | Σ_{d≠rank} T·n_d·itemsize; `to_samples`: Σ_{d≠rank} T_d·n·itemsize |
 | broadcast | from the source, to each other rank | (W−1)·B |
 """
@@ -36,16 +36,16 @@ _all_gather: Any = getattr(
 
 
 class Meter:
-    """Bytes that this process sent and seconds it spent, by kind of collective; each waits for the device around it."""
+    """Bytes that this process sent and seconds it spent, by kind of collective; the device is synchronised around each."""
 
     def __init__(self) -> None:
-        """Start with no bytes and no seconds."""
+        """Start a meter with no bytes and no seconds."""
         self.sent: dict[str, int] = {}
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def collective(self, kind: str, leaving: int, device: torch.device) -> Iterator[None]:
-        """Measure one collective of `leaving` bytes."""
+        """Context manager that measures one collective of kind `kind` in which this process sends `leaving` bytes."""
         started = _now(device)
         yield
         self.seconds[kind] = self.seconds.get(kind, 0.0) + _now(device) - started
@@ -56,7 +56,7 @@ class Exchange:
     """The collectives of one group of two or more processes, and the bytes that they sent."""
 
     meter: ClassVar[Meter | None] = None
-    """Measures all exchanges of this process while it is set (`metered`)."""
+    """The meter of all exchanges of this process while `metered` is active; None: nothing is measured."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         """Look up this process's rank and the device that the backend needs.
@@ -72,7 +72,7 @@ class Exchange:
         self._wire = _device_for(group, device)
 
     def features(self, n: int) -> list[slice]:
-        """The features of each rank, of n: contiguous slices, even up to one, the longer ones first."""
+        """The features 0 … n − 1 of each rank: contiguous slices whose lengths differ by at most 1, longer ones first."""
         each, more = divmod(n, self.size)
         bounds = [r * each + min(r, more) for r in range(self.size + 1)]
         return [slice(start, stop) for start, stop in pairwise(bounds)]
@@ -80,12 +80,12 @@ class Exchange:
     # ---- sums ------------------------------------------------------------------------------------------------------
 
     def sum(self, t: Tensor) -> Tensor:
-        """Σ over processes, a new tensor of the same dtype. Half precision is summed in float32."""
+        """The elementwise sum of `t` over processes, a new tensor of the same dtype; half precision is summed in float32."""
         wide = t.dtype if t.dtype.itemsize > 2 else torch.promote_types(t.dtype, torch.float32)
         return self._all_reduce(t, wide, dist.ReduceOp.SUM).to(t.dtype)
 
     def largest(self, t: Tensor) -> Tensor:
-        """The elementwise maximum over processes, a new tensor. With NaN the result is undefined."""
+        """The elementwise maximum of `t` over processes, a new tensor; undefined where a value is NaN."""
         return self._all_reduce(t, t.dtype, dist.ReduceOp.MAX)
 
     def _all_reduce(self, t: Tensor, dtype: torch.dtype, op: Any) -> Tensor:
@@ -97,7 +97,7 @@ class Exchange:
     # ---- moves -----------------------------------------------------------------------------------------------------
 
     def gather_messages(self, message: Any) -> list[Any]:
-        """The messages of all processes, in the order of ranks. Two all-gathers: of lengths, of texts padded to the longest.
+        """The messages of all processes in the order of ranks. Two all-gathers: of lengths, and of texts padded to the longest.
 
         Args:
             message: any JSON value; tuples arrive as lists.
@@ -110,7 +110,7 @@ class Exchange:
         return [json.loads(bytes(row[:length].tolist())) for row, length in zip(texts, lengths, strict=True)]
 
     def gather_rows(self, rows_TN: Tensor, counts: list[int]) -> Tensor:
-        """The rows of all processes, [ΣT, N], in the order of ranks. One all-gather; if counts differ, one broadcast per piece.
+        """The rows of all processes, [ΣT, N], in rank order. One all-gather; if `counts` differ, a broadcast per process.
 
         Args:
             rows_TN: this process's rows; [0, N] in the same dtype if it has none.
@@ -133,7 +133,7 @@ class Exchange:
         return rows.to(rows_TN.device)
 
     def reshard(self, rows_TN: Tensor, counts: list[int]) -> Tensor:
-        """This process's features of all tokens, [ΣT, n_r], tokens in the order of ranks. One all-to-all.
+        """From rows split by tokens to rows split by features: this process's n_r features of all ΣT tokens. One all-to-all.
 
         Args:
             rows_TN: this process's tokens with all features; [0, N] in the same dtype if it has none.
@@ -152,7 +152,7 @@ class Exchange:
         return received.to(rows_TN.device)
 
     def to_samples(self, part: Tensor, dim: int, widths: list[int], counts: list[int]) -> Tensor:
-        """This process's rows with all features, from its features of all rows: `reshard` the other way. One all-to-all.
+        """From rows split by features to rows split by samples: this process's rows with all features. One all-to-all.
 
         Args:
             part: [Σ rows, …] with this process's features along `dim`; rows in the order of ranks.
@@ -173,7 +173,7 @@ class Exchange:
         return torch.cat(pieces, dim=dim).to(part.device)
 
     def redistribute_rows(self, rows_TN: Tensor, before: list[int], after: list[int]) -> Tensor:
-        """Redistribute rows, in the order of ranks, to new counts per process. One all-to-all.
+        """Move rows between processes to new counts per process, in the order of ranks; returns this process's. One all-to-all.
 
         Args:
             rows_TN: this process's rows.
@@ -193,7 +193,7 @@ class Exchange:
         return received.to(rows_TN.device)
 
     def gather_features(self, part_nK: Tensor, n: int) -> Tensor:
-        """The full [n, K], from each process's rows `features(n)[rank]`. One all-gather of pieces of ⌈n/W⌉ rows."""
+        """The full [n, K] on all W processes, from their rows `features(n)[rank]`. One all-gather of ⌈n/W⌉ rows each."""
         each, more = divmod(n, self.size)
         if not more:
             return self._gather_even(part_nK)
@@ -204,7 +204,7 @@ class Exchange:
         return torch.cat([padded[: more * (each + 1)], *(piece[:each] for piece in pieces[more:])])
 
     def broadcast(self, t: Tensor | None, shape: Sequence[int], like: Tensor, source: int) -> Tensor:
-        """Broadcast one process's tensor to all.
+        """Send one process's tensor to all processes; returns it on each.
 
         Args:
             t: the tensor; only that of the source is read.
@@ -223,7 +223,7 @@ class Exchange:
         return received.to(like.device)
 
     def _gather_even(self, piece: Tensor) -> Tensor:
-        """Pieces of equal shape, concatenated along dimension 0."""
+        """The tensors of all processes, which have the same shape, concatenated along dimension 0. One all-gather."""
         joined = torch.empty(self.size * len(piece), *piece.shape[1:], dtype=piece.dtype, device=self._wire)
         if piece.numel():
             send = piece.detach().to(self._wire).contiguous()
@@ -233,7 +233,7 @@ class Exchange:
 
     @contextmanager
     def _sending(self, kind: str, leaving: int) -> Iterator[None]:
-        """Add the bytes that leave this process to `sent`."""
+        """Context manager around one collective that adds the bytes which leave this process to `sent` and to the meter."""
         if self.meter is None:
             yield
         else:
@@ -248,7 +248,7 @@ class Exchange:
 
 @contextmanager
 def metered() -> Iterator[Meter]:
-    """Measure all exchanges of this process inside the block. For profiles: every collective then waits for the device."""
+    """Context manager that yields a meter of all exchanges of this process; every collective then waits for the device."""
     Exchange.meter = meter = Meter()
     try:
         yield meter
@@ -263,7 +263,7 @@ def _now(device: torch.device) -> float:
 
 
 def exchange_of(group: Any, device: torch.device) -> Exchange | None:
-    """The exchange of a group, as the process group is now.
+    """The `Exchange` of a process group as torch.distributed is initialised now; None if there is one process only.
 
     Args:
         group: a process group; None: the default one, if there is one.
@@ -285,7 +285,7 @@ def exchange_of(group: Any, device: torch.device) -> Exchange | None:
 
 
 def _device_for(group: Any, device: torch.device) -> torch.device:
-    """The device of the backend's tensors: the given one if the backend serves it, and the CPU for gloo."""
+    """Device on which the group's backend needs its tensors: the given one if the backend serves it, else the CPU (gloo)."""
     backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
     if backends.get(device.type, "gloo") != "gloo":
         return device
@@ -293,12 +293,12 @@ def _device_for(group: Any, device: torch.device) -> torch.device:
 
 
 def _common(mine: list[int], theirs: list[int], rank: int) -> list[int]:
-    """The number of rows that `rank` has in one partition and each process has in the other."""
+    """For each process, the number of its rows in partition `theirs` (rows per process) that `rank` has in partition `mine`."""
     first, last = sum(mine[:rank]), sum(mine[: rank + 1])
     bounds = [0, *itertools.accumulate(theirs)]
     return [max(0, min(last, stop) - max(first, start)) for start, stop in pairwise(bounds)]
 
 
 def _bytes(contiguous: Tensor) -> Tensor:
-    """The same memory as uint8, [bytes]."""
+    """A contiguous tensor's memory as a uint8 tensor [number of bytes]."""
     return contiguous.view(-1).view(torch.uint8)

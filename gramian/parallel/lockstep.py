@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def sharing_group(root: FSDPModule) -> Any:
-    """The process group over which FSDP2 shards a root's parameters; None if the root has no units.
+    """The process group over which FSDP2 shards the parameters of the model `root`; None if it has no FSDP2 units.
 
     It is not read from the parameters' meshes: DTensor makes one object of meshes that compare equal, whatever their groups.
     """
@@ -23,7 +23,7 @@ def sharing_group(root: FSDPModule) -> Any:
 
 
 def fsdp_groups(unit: FSDPModule) -> list[Any]:
-    """The parameter groups that FSDP2 gathers and reduces at once: several per unit, in older releases of torch one or none."""
+    """The parameter groups of an FSDP2 unit that are gathered and reduced at once; in older releases of torch one or none."""
     state: Any = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -31,13 +31,13 @@ def fsdp_groups(unit: FSDPModule) -> list[Any]:
 
 
 class Lockstep:
-    """Agreement of a group before every run, by one all-reduce of one number on the host; without a group, no waiting."""
+    """Before every forward and backward, an all-reduce tells processes whether any has one left; none without a group."""
 
     def __init__(self, group: Any = None) -> None:
-        """Make a gloo group for the agreement.
+        """Make a gloo group for the agreement between processes.
 
         Args:
-            group: processes that share weights; None: this process alone.
+            group: processes that share weights; None: this process only.
         """
         self._group = None
         if group is not None and dist.get_world_size(group) > 1:
@@ -47,11 +47,11 @@ class Lockstep:
 
     @property
     def alone(self) -> bool:
-        """True if there is no other process to agree with."""
+        """True if there is no other process to wait for."""
         return self._group is None
 
     def any(self, wanted: bool) -> bool:
-        """True if `wanted` is true on any process. One all-reduce."""
+        """True if `wanted` is true on any process of the group. One all-reduce."""
         if self._group is None:
             return wanted
         number = torch.tensor([int(wanted)])
@@ -59,10 +59,10 @@ class Lockstep:
         return bool(number.item())
 
     def announce(self) -> None:
-        """Announce that this process begins a run, which the processes that are done will join."""
+        """Announce that this process begins a forward and backward, which the processes that are done will join."""
         self.any(True)
 
     def join_remaining_runs(self, run: Callable[[], None]) -> None:
-        """After this process's own runs: join the runs of the other processes until none has any left."""
+        """After this process's own work: call `run`, one forward and backward, as long as another process announces one."""
         while not self.alone and self.any(False):
             run()

@@ -5,7 +5,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def place_like(full: Tensor, like: Tensor) -> Tensor:
-    """A DTensor with the mesh and placements of a parameter, cut from a full tensor. No communication.
+    """A full tensor as a DTensor with the mesh and placements of the parameter `like`. No communication.
 
     Args:
         full: the same on every process.

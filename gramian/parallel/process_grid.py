@@ -1,4 +1,4 @@
-"""The one description of the process grid: this process's rank among those that hold different samples of one model.
+"""The description of the process grid: this process's rank among those that train one model on different samples.
 
 `ProcessGrid` is made by `gramian.parallel.world.world` from what torchrun sets, or by `ProcessGrid.of` from how the user
 wrapped a model. Tensor parallelism has a group of its own inside it (`gramian.parallel.tensor_parallel`).
@@ -23,9 +23,9 @@ class DataParallelKind(StrEnum):
     """How processes with different samples share one model. The values are written to run records."""
 
     SINGLE = "one"
-    """One process, nothing is shared."""
+    """There is one process, and nothing is shared."""
     DDP = "ddp"
-    """Every process has all parameters; gradients are all-reduced."""
+    """Every process has all parameters, and gradients are all-reduced."""
     FSDP2 = "fsdp2"
     """Parameters, gradients and optimizer state are sharded along dimension 0."""
 
@@ -39,13 +39,13 @@ class ProcessGrid:
     device: torch.device = torch.device("cpu")
     kind: DataParallelKind = DataParallelKind.SINGLE
     store: Any = None
-    """The key-value store of the launcher, for messages of processes that failed; None: there is only this process."""
+    """The launcher's key-value store, for messages of processes that failed; None: there is only this process."""
     group: Any = None
-    """The process group; None: the default one."""
+    """The process group of all processes of the grid; None: the default one."""
 
     @classmethod
     def of(cls, model: nn.Module, root: nn.Module) -> "ProcessGrid":
-        """The grid that the user's wrapping of a model implies.
+        """The grid that the user's wrapping of a model implies: FSDP2, DDP or a single process.
 
         Args:
             model: the module as the user calls it, maybe DDP or compiled.
@@ -84,18 +84,18 @@ class ProcessGrid:
 
     @property
     def uses_fsdp2(self) -> bool:
-        """True if parameters are sharded."""
+        """True if parameters, gradients and optimizer state are sharded by FSDP2."""
         return self.kind == DataParallelKind.FSDP2
 
     @property
     def label(self) -> str:
-        """A short description, such as "DDP over 4"; "" for a single process."""
+        """A short description of the grid, such as "DDP over 4"; "" for a single process."""
         return "" if self.kind == DataParallelKind.SINGLE else f"{self.kind.upper()} over {self.size}"
 
     # ---- failures and waiting ----------------------------------------------------------------------------------------
 
     def first_failure(self, mine: str) -> str:
-        """The first failure of any process; a process reports its own here before it exits."""
+        """Report this process's failure `mine` in the store; returns the first failure that any process reported."""
         if self.store is None:
             return mine
         report = mine if self.size == 1 else f"process {self.rank}: {mine}"
@@ -112,17 +112,17 @@ class ProcessGrid:
     # ---- collectives -------------------------------------------------------------------------------------------------
 
     def sum_(self, values: Tensor) -> Tensor:
-        """Σ over processes, in place. One all-reduce."""
+        """Sum `values` over all processes, in place, and return them. One all-reduce."""
         if self.size > 1:
             dist.all_reduce(values, group=self.group)
         return values
 
     def start_sum(self, t: Tensor) -> Any:
-        """Start an all-reduce of a tensor in place; call `wait()` on the returned work. None for one process."""
+        """Start an all-reduce (sum) of `t` in place; call `wait()` on the returned work. None for one process."""
         return None if self.size == 1 else dist.all_reduce(t, group=self.group, async_op=True)
 
     def most(self, value: float) -> float:
-        """The largest of all processes' values. One all-reduce."""
+        """The largest `value` of all processes. One all-reduce."""
         if self.size == 1:
             return value
         values = torch.tensor([value], dtype=torch.float64, device=self.device)
@@ -130,7 +130,7 @@ class ProcessGrid:
         return float(values)
 
     def differing(self, values: Mapping[str, int], device: torch.device) -> str | None:
-        """The name of the first number that is not the same on all processes, or None. One all-reduce."""
+        """The name of the first of {name: number} whose number is not the same on all processes, or None. One all-reduce."""
         if self.size == 1:
             return None
         numbers = list(values.values())
@@ -140,7 +140,7 @@ class ProcessGrid:
         return next((n for n, high, low in zip(values, highest, lowest, strict=True) if high != low), None)
 
     def from_first(self, data: bytes, device: torch.device) -> bytes:
-        """Rank 0's bytes, on every process. One broadcast."""
+        """Return rank 0's bytes `data`, of the same length on every process. One broadcast."""
         if self.size == 1:
             return data
         t = torch.tensor(list(data), dtype=torch.uint8, device=device)
@@ -149,7 +149,7 @@ class ProcessGrid:
 
 
 def ddp_wrapper(model: nn.Module) -> DistributedDataParallel | None:
-    """The DDP module around a model, also inside compiled modules; None if there is none."""
+    """The DDP module around a model, also inside torch.compile's wrappers; None if there is none."""
     inner: nn.Module | None = model
     while isinstance(inner, nn.Module):
         if isinstance(inner, DistributedDataParallel):

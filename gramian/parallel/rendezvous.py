@@ -15,13 +15,13 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_group, 
 from gramian.core.errors import GramianError
 
 _numbers: dict[str, int] = {}
-"""{group name: the last number that `next_number` gave}."""
+"""{name of a process group: the last number that `next_number` gave for it}."""
 PATIENCE = timedelta(minutes=30)
 ALL_HERE = "all here"
 
 
 def next_number(group: Any) -> int:
-    """A new number, the same on all processes of a group that ask for numbers in the same order; None: the default group."""
+    """A new number for a group, equal on all its processes if they ask in the same order; `group` None: the default group."""
     name = _group(group).group_name
     _numbers[name] = _numbers.get(name, -1) + 1
     return _numbers[name]
@@ -33,15 +33,15 @@ def _group(group: Any) -> Any:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """One collective that all processes of a group must join."""
+    """A meeting point before one collective that all processes of a group must join; uses the group's key-value store."""
 
     group: Any
-    """None: the default one."""
+    """Process group of the collective; None: the default one."""
     name: str
-    """The same on all processes, and never used twice."""
+    """Name of the rendezvous: the same on all processes, and never used twice."""
 
     def wait_for_all(self, before: "Rendezvous | None" = None) -> str:
-        """Join, and wait until all other ranks have joined or one has declined.
+        """Join, and wait until all other ranks have joined or one has declined with a reason.
 
         Args:
             before: an earlier rendezvous that is over once all have joined this one; its keys are deleted from the store.
@@ -68,7 +68,7 @@ class Rendezvous:
         return "" if message == ALL_HERE else message
 
     def decline(self, why: str) -> None:
-        """Decline, with a reason that the ranks which join will read; does not wait. The first to decline is reported."""
+        """Report that this process cannot join, and why; the ranks that wait read the first such reason. Does not wait."""
         rank = dist.get_rank(self.group)
         self._store().compare_set("word", "", f"process {rank}: {' '.join(why.split())}")
 

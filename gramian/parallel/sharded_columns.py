@@ -1,7 +1,9 @@
-"""U [n, r] whose rows are sharded over processes: rank p stores the rows `Exchange.features(n)[p]`.
+"""A matrix U [n, r] whose rows are sharded over processes: rank p stores the rows `Exchange.features(n)[p]`.
 
 K = UᵀU = Σ_p U_pᵀU_p is one all-reduce of [r, r]; eigenvalues, traces and log det follow from it. Products take a full Y and
 return a full result, the same on all processes; those of `local()` take and return this process's rows of both.
+
+With W processes and k columns of Y:
 
 | | FLOPs per process | all-reduce | all-gather |
 |---|---|---|---|
@@ -24,12 +26,12 @@ from gramian.parallel.exchange import Exchange
 
 
 class ShardedColumns(Columns):
-    """This process's rows of U, and the products of all of U. `nbytes` counts this process's bytes."""
+    """This process's rows of a matrix U [n, r], with products that use all rows; `nbytes` counts this process's bytes only."""
 
     others: Exchange
 
     def __init__(self, stored: Stored, n: int, exchange: Exchange) -> None:
-        """Store rows; nothing is sent.
+        """Take this process's stored rows of U; nothing is sent.
 
         Args:
             stored: rows `exchange.features(n)[exchange.rank]` of U.
@@ -41,44 +43,44 @@ class ShardedColumns(Columns):
 
     @classmethod
     def of(cls, part_nR: Tensor, n: int, exchange: Exchange, storage: torch.dtype | None = None) -> "ShardedColumns":
-        """Store rows, with the scales that all of U would have.
+        """Store this process's rows of U [n, r], rounded with the column scales that all of U would have.
 
         Args:
             part_nR: rows `exchange.features(n)[exchange.rank]` of U.
             n: rows of all of U.
             exchange: the processes among which the rows are sharded.
-            storage: dtype at rest; None: that of `part_nR`.
+            storage: dtype in which they are stored; None: that of `part_nR`.
         """
         return cls(store_columns(part_nR, storage or part_nR.dtype, exchange), n, exchange)
 
     @classmethod
     def cut(cls, columns: Columns, exchange: Exchange) -> "ShardedColumns":
-        """This process's rows of columns that every process has in full. Nothing is sent, nothing rounded."""
+        """This process's rows of `columns`, a matrix [n, r] that every process has in full. Nothing is sent or rounded."""
         full = columns.stored
         body = full.body[exchange.features(columns.dim)[exchange.rank]].clone()
         return cls(Stored(body, None, full.right, full.relative_error), columns.dim, exchange)
 
     def local(self) -> "LocalRows":
-        """The same U, for products whose Y and result are this process's rows; its Gram matrix is summed anew."""
+        """The same matrix, but its products take and return only this process's rows; its Gram matrix is summed anew."""
         return LocalRows(self.stored, self._dim, self.others)
 
     @property
     def dim(self) -> int:
-        """n, over all processes."""
+        """Number of rows n of the matrix, over all processes."""
         return self._dim
 
     @property
     def part(self) -> slice:
-        """The rows that this process stores."""
+        """Slice of the n rows that this process stores."""
         return self.others.features(self._dim)[self.others.rank]
 
     def whole(self) -> Columns:
-        """All rows, on every process. One all-gather of n·r entries as they are stored."""
+        """The matrix with all rows, on every process. One all-gather of n·r entries in their stored dtype."""
         body = self.others.gather_features(self.stored.body, self._dim)
         return Columns(Stored(body, None, self.stored.right, self.stored.relative_error))
 
     def alike(self, columns: Columns) -> Columns:
-        """Other columns, sharded as these are."""
+        """`columns`, a matrix with as many rows, sharded over the same processes as this one."""
         return columns if isinstance(columns, ShardedColumns) else self.cut(columns, self.others)
 
     def _with(self, stored: Stored) -> Columns:
@@ -96,7 +98,7 @@ class ShardedColumns(Columns):
 
 
 class LocalRows(ShardedColumns):
-    """Sharded columns for callers whose tensors are sharded alike: no full [n, k] exists. A `LowRank` can be built on them."""
+    """A sharded matrix whose products take and return only this process's rows: no full [n, k] exists. `LowRank` accepts it."""
 
     def _rows(self, y: Tensor) -> Tensor:
         _check_rows(y, len(self.stored.body))

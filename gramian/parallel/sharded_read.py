@@ -20,21 +20,21 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 @dataclass(frozen=True)
 class ShardedBox:
-    """A rectangular part of a saved tensor."""
+    """A rectangular part of a saved tensor: where it begins, and a buffer with its shape."""
 
     offsets: Sequence[int]
-    """Where it begins, along every axis of the full tensor."""
+    """First index of the part along every axis of the full tensor."""
     local: Tensor
-    """The buffer that its entries are read into, or the entries themselves."""
+    """Buffer that the part is read into, or its entries themselves."""
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """The same part, as torch's planners describe it."""
+        """Offsets and sizes of this part in the form that torch's checkpoint planners use."""
         return ChunkStorageMetadata(torch.Size(self.offsets), self.local.shape)
 
 
 def read_sharded_boxes(folder: Path, boxes: Mapping[str, ShardedBox]) -> None:
-    """Fill the buffers of parts of saved tensors. Each process reads by itself; nothing is unpickled.
+    """Read parts of saved tensors into the buffers of `boxes`. Each process reads by itself; nothing is unpickled.
 
     Args:
         folder: safetensors files, written by any number of processes.
@@ -50,7 +50,7 @@ def read_sharded_boxes(folder: Path, boxes: Mapping[str, ShardedBox]) -> None:
 
 
 def file_header(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Metadata that torch's safetensors reader expects of a file: where each of its boxes begins in its tensor.
+    """Metadata that torch's safetensors reader expects in a file: the first index of each stored part in its full tensor.
 
     Args:
         offsets: {tensor: first index of the box along every axis}.
@@ -60,14 +60,14 @@ def file_header(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
 
 
 def first_failure(failure: CheckpointException) -> str:
-    """The lowest rank that failed and its reason, in one line."""
+    """One line from a CheckpointException: the lowest rank that failed, and its reason."""
     rank = min(failure.failures)
     reason = failure.failures[rank][0]
     return " ".join(f"rank {rank}: {type(reason).__name__}: {reason}".split())
 
 
 class _Planner(DefaultLoadPlanner):
-    """Plans reads of `ShardedBox` as torch's default planner does for DTensors."""
+    """Plans the reads of `ShardedBox` parts as torch's default planner does for DTensors."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False

@@ -31,17 +31,17 @@ from gramian.parallel.exchange import Exchange
 
 @dataclass(frozen=True)
 class SampleAssignment:
-    """Which samples are assigned to this process: those of number `rank` among `size` processes with different samples."""
+    """Which samples a process sees: those of number `rank` among `size` groups of processes with different samples."""
 
     rank: int
     size: int
 
 
 class TensorParallel:
-    """The group of processes among which the features of this process's layers are sharded."""
+    """The group of processes over which the features of this process's layers are sharded; all see the same samples."""
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
-        """Open the exchange of a mesh's group.
+        """Open the collectives of a device mesh's process group.
 
         Args:
             mesh: one-dimensional.
@@ -53,7 +53,7 @@ class TensorParallel:
 
     @classmethod
     def of(cls, root: nn.Module) -> "TensorParallel | None":
-        """The group that the user's placement of the model implies; None without tensor parallelism (one process, DDP, FSDP2).
+        """The tensor-parallel group that a model's parameter placements imply; None without one (one process, DDP, FSDP2).
 
         FSDP2 puts its own mesh dimension in front of that of tensor parallelism.
 
@@ -86,19 +86,19 @@ class TensorParallel:
 
     @property
     def first(self) -> bool:
-        """True for the one process of the group that reports what is the same on all of them."""
+        """True for rank 0 of the group, the one process that reports what is the same on all of them."""
         return self.rank == 0
 
     def shares(self, batch: int) -> list[slice]:
-        """The samples of each process: contiguous, even up to one."""
+        """The samples 0 … batch − 1 that each process takes: contiguous slices whose lengths differ by at most 1."""
         return self.exchange.features(batch)
 
     def share(self, batch: int) -> slice:
-        """This process's samples."""
+        """Slice of the `batch` samples that this process takes."""
         return self.shares(batch)[self.rank]
 
     def assignment(self, group: Exchange) -> SampleAssignment:
-        """How samples are assigned in a group that is made of complete tensor-parallel groups: one number for each of those.
+        """Which samples this process's tensor-parallel group sees in `group`: its number among those groups, and their number.
 
         Args:
             group: the processes that sum their statistics.
@@ -149,11 +149,11 @@ class TensorParallel:
     # ---- tensors -----------------------------------------------------------------------------------------------------
 
     def take(self, t: Tensor, batch: int) -> Tensor:
-        """This process's samples of [k·B, …], complete in every other axis. Collective if the tensor is sharded.
+        """This process's samples of a tensor [k·B, …], k rows per sample, with all features. Collective if it is sharded.
 
         Args:
             t: replicated or sharded over the group; [1, …] is shared by all samples and returned in full.
-            batch: B.
+            batch: number of samples B.
 
         Raises:
             GramianError: if the rows are not a multiple of the batch.
@@ -182,11 +182,11 @@ class TensorParallel:
         return full_tensor(t)[mine.start * each : mine.stop * each]
 
     def sum(self, t: Tensor) -> Tensor:
-        """Σ over the group, a new tensor."""
+        """The elementwise sum of `t` over the tensor-parallel group; a new tensor unless the group has one process."""
         return t if self.size == 1 else self.exchange.sum(t)
 
     def gather_messages(self, message: Any) -> list[Any]:
-        """The messages of all processes, as `Exchange.gather_messages`."""
+        """The messages (JSON values) of all processes of the tensor-parallel group, in the order of ranks. Collective."""
         return [message] if self.size == 1 else self.exchange.gather_messages(message)
 
 
@@ -196,7 +196,7 @@ def _is_shard(placement: Any) -> bool:
 
 
 def full_tensor(t: Tensor) -> Tensor:
-    """The full tensor as a plain one, of a tensor that may be sharded. Collective if it is."""
+    """The full plain tensor of `t`, which may be a sharded DTensor. Collective if it is."""
     if not isinstance(t, DTensor):
         return waited(t)
     if all(isinstance(placement, Replicate) for placement in t.placements):

@@ -19,7 +19,7 @@ TIMEOUT = timedelta(minutes=5)
 
 @contextmanager
 def world(cpu: bool, fsdp: bool) -> Iterator[ProcessGrid]:
-    """The process grid of this run; its process group is destroyed on the way out.
+    """Context manager that starts the process group torchrun asks for, yields the process grid, and destroys the group.
 
     Args:
         cpu: use the CPU also where there is a GPU.
@@ -55,5 +55,5 @@ def world(cpu: bool, fsdp: bool) -> Iterator[ProcessGrid]:
 
 
 def started_by_torchrun() -> bool:
-    """True if the environment names this process's rank and the number of processes."""
+    """True if the environment sets RANK and WORLD_SIZE, as torchrun does."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ

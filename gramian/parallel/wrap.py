@@ -19,7 +19,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def wrap_data_parallel(module: nn.Module, grid: ProcessGrid, *, ddp: bool = True) -> nn.Module:
-    """The module that all processes run: sharded by FSDP2 (every block a unit, the rest another), in DDP, or unchanged.
+    """`module` as all processes run it: sharded by FSDP2 (each block a unit, the rest another), in DDP, or unchanged.
 
     Args:
         module: model and loss, on its device.

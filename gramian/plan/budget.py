@@ -1,4 +1,4 @@
-"""Limits in bytes, and the search for the largest or smallest size that fits into one."""
+"""Memory limits in bytes, and the search for the largest or smallest number that fits into one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from gramian.core.byte_amounts import format_bytes
 
 USABLE = 0.9
-"""Share of a memory that plans use; the rest is left to contexts, workspaces and fragmentation."""
+"""Fraction of a memory that plans use; the rest is left to contexts, workspaces and fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -17,20 +17,20 @@ class Budget:
 
     @classmethod
     def of_memory(cls, memory: int | None) -> "Budget":
-        """The usable share of a memory of so many bytes."""
+        """The budget of a memory of `memory` bytes: 90 % of it (`USABLE`); no limit for None."""
         return cls(None if memory is None else int(USABLE * memory))
 
     def fits(self, size: int) -> bool:
-        """Whether so many bytes fit."""
+        """Whether `size` bytes fit into the limit; True without a limit."""
         return self.limit is None or size <= self.limit
 
     def __str__(self) -> str:
-        """The limit with its unit, or "none"."""
+        """The limit with its unit, such as "72.00 GB", or "none"."""
         return "none" if self.limit is None else format_bytes(self.limit)
 
 
 def smallest_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
-    """The smallest number in [low, high] that fits, where all numbers above a fitting one fit; None: `high` does not."""
+    """The smallest number in [low, high] for which `fits` is true, if all above a fitting one fit; None: `high` does not."""
     if low > high or not fits(high):
         return None
     below = low - 1
@@ -41,6 +41,6 @@ def smallest_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int | 
 
 
 def largest_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
-    """The largest number in [low, high] that fits, where all numbers below a fitting one fit; None: `low` does not."""
+    """The largest number in [low, high] for which `fits` is true, if all below a fitting one fit; None: `low` does not."""
     found = smallest_fitting(-high, -low, lambda negative: fits(-negative))
     return None if found is None else -found

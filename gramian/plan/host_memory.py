@@ -21,13 +21,13 @@ from gramian.core.byte_amounts import format_bytes
 from gramian.plan.budget import Budget
 
 PIECE = 2**28
-"""The most bytes of an allocation that several tensors share."""
+"""Most bytes of a host allocation that several tensors of a copy share."""
 LEAST = 2
-"""The fewest snapshots of a run: one to roll back to while the next one is not yet judged."""
+"""Smallest number of snapshots of a run: one to roll back to while the metrics of the next are not yet known."""
 
 
 def packed(sizes: Sequence[int]) -> list[list[int]]:
-    """Indices of the tensors that share an allocation: consecutive ones, up to `PIECE` bytes."""
+    """Group tensors of these sizes in bytes into allocations: lists of consecutive indices, up to `PIECE` bytes each."""
     pieces: list[list[int]] = []
     filled = 0
     for i, size in enumerate(sizes):
@@ -40,7 +40,7 @@ def packed(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def allocated(sizes: Sequence[int], pinned: bool) -> int:
-    """Bytes of host memory for tensors of these bytes, of one device and dtype."""
+    """Bytes of host memory that tensors of these sizes take; `pinned` rounds every allocation up to a power of two."""
     pieces = (sum(sizes[i] for i in piece) for piece in packed(sizes))
     return sum(1 << (size - 1).bit_length() if pinned and size else size for size in pieces)
 
@@ -54,9 +54,9 @@ def copy_bytes(
     pinned: bool = False,
     factors: int = 0,
 ) -> int:
-    """Host memory of one copy of a run's state on the process with the largest share.
+    """Bytes of host memory of one copy of a run's state (parameters, optimizer, K-FAC) on the process with the largest share.
 
-    The parameters have these shapes, a tied one once, and `states` numbers of `itemsize` bytes each in the optimizer; FSDP2
+    `shapes`: of the parameters, a tied one once; the optimizer has `states` numbers of `itemsize` bytes per element; FSDP2
     shards their rows over `shards` processes. `pinned`: the state is on a GPU. `factors`: bytes of the stored K-FAC factors.
     """
     found = [tuple(shape) for shape in shapes]
@@ -70,39 +70,39 @@ def copy_bytes(
 
 @dataclass(frozen=True)
 class HostPlan:
-    """Copies of the state in the memory of one host; `str()` is one line."""
+    """How many copies of a run's state one host keeps in memory, and their bytes; `str()` is one line."""
 
     copy: int
-    """Bytes of one copy on one process."""
+    """Bytes of one copy of the state on one process."""
     snapshots: int
     """Number of copies that a rollback can return to."""
     wish: int
-    """Number of snapshots in the config."""
+    """Number of snapshots that the config asks for."""
     processes: int
-    """Processes on this host."""
+    """Number of processes on this host."""
     writers: int
-    """Processes that need one more copy while a checkpoint is written."""
+    """Number of processes that need one more copy while a checkpoint is written."""
     usable: int | None
     """Bytes of the host that the plan may use; None: unknown."""
 
     @property
     def process(self) -> int:
-        """The most bytes of copies on a process."""
+        """Most bytes of copies of the state on one process."""
         return (self.snapshots + 1) * self.copy
 
     @property
     def host(self) -> int:
-        """Bytes of copies on the host."""
+        """Bytes of all copies of the state on the host."""
         return (self.processes * self.snapshots + self.writers) * self.copy
 
     @property
     def fits(self) -> bool:
-        """Whether the copies fit; True where the host's memory is unknown."""
+        """Whether the copies fit into the usable memory of the host; True where that is unknown."""
         return Budget(self.usable).fits(self.host)
 
     @property
     def refusal(self) -> str:
-        """An error message: why the copies do not fit."""
+        """Error message that says why the copies of the state do not fit into host memory, and what to change."""
         return (
             f"checkpoint.snapshots: not even {self.snapshots} and the one being written fit: {format_bytes(self.copy)} each, "
             f"{format_bytes(self.host)} on a host of {self.processes} processes, {format_bytes(self.usable or 0)} can be used; "
@@ -110,7 +110,7 @@ class HostPlan:
         )
 
     def __str__(self) -> str:
-        """Bytes on a process and on the host, of those that can be used."""
+        """One line: number and bytes of the copies on a process and on the host, and the bytes that can be used."""
         many = f"{self.snapshots} snapshots and one being written, {format_bytes(self.copy)} each: {format_bytes(self.process)}"
         where = f" on a host of {self.processes:,} processes" if self.processes > 1 else ""
         total = f", {format_bytes(self.host)}{where}" if where else ""
@@ -120,7 +120,7 @@ class HostPlan:
 
 
 def plan_host(copy: int, wish: int, processes: int, sharded: bool, available: int | None) -> HostPlan:
-    """Plan `checkpoint.snapshots` copies (`wish`) of `copy` bytes on each process of a host, or as many as fit, at least two.
+    """Plan `wish` snapshots of `copy` bytes on each process of a host, or as many as fit, at least two.
 
     `sharded`: every process writes its own part of a checkpoint. `available`: bytes of the host; None: unknown.
     """

@@ -33,36 +33,36 @@ Strategy = Literal["one", "ddp", "fsdp2", "fsdp2 teacher + ddp student", "fsdp2 
 Layout = Literal["one", "ddp", "fsdp2"]
 Wish = Literal["auto", "ddp", "fsdp2"]
 MOST_GPUS = 4096
-"""The largest number of GPUs that a remedy proposes."""
+"""Largest number of GPUs that a proposed change may ask for."""
 
 
 @dataclass(frozen=True)
 class StrategyRow:
-    """One part of a GPU's memory, with its bytes under each strategy."""
+    """One part of a GPU's memory, such as "weights", with its bytes under each strategy."""
 
     what: str
     arithmetic: str
-    """The product that gives the bytes, before sharding."""
+    """The product that gives the part's bytes before sharding, as text."""
     sizes: tuple[int, ...]
-    """Bytes on a GPU, for each strategy of the table."""
+    """Bytes of the part on one GPU, for each strategy of the table."""
 
     def cells(self) -> tuple[str, ...]:
-        """The part, its arithmetic, and the bytes of each strategy."""
+        """Texts of a table line: the part, its arithmetic, and its bytes under each strategy."""
         return (self.what, self.arithmetic, *(format_bytes(size) if size else "-" for size in self.sizes))
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change that fits: `decide(remedy.needs, remedy.gpus, remedy.gpu_memory, remedy.wish).fits` is True."""
+    """A change with which training fits: `decide(remedy.needs, remedy.gpus, remedy.gpu_memory, remedy.wish).fits` is True."""
 
     change: str
-    """Such as "data.micro_batch=4"."""
+    """The change in words, such as "data.micro_batch=4"."""
     needs: Needs
     gpus: int
     gpu_memory: int
     wish: Wish
     size: int
-    """Bytes on a GPU after the change."""
+    """Bytes on one GPU after the change."""
 
 
 @dataclass(frozen=True)
@@ -76,30 +76,30 @@ class Decision:
     """
 
     strategy: Strategy | None
-    """None: none fits."""
+    """The chosen strategy; None: none fits."""
     student: Layout | None
-    """How the trained model is distributed."""
+    """How the trained model is distributed: "one", "ddp" or "fsdp2"; None: nothing fits."""
     fits: bool
-    """False: none fits, or the demanded one does not."""
+    """Whether the chosen strategy fits; False: none does, or the one that the config demands does not."""
     why: str
-    """The reason in one line."""
+    """The reason for the decision in one line, with its bytes."""
     columns: tuple[Strategy, ...]
-    """The strategies that were compared, fastest first."""
+    """The strategies that were compared, fastest first: the columns of the table."""
     rows: tuple[StrategyRow, ...]
-    """Parts of a GPU's memory; the last row is the sum."""
+    """Parts of a GPU's memory with their bytes under each strategy; the last row is the sum."""
     usable: int
-    """Bytes of a GPU that the plan may use."""
+    """Bytes of one GPU that the plan may use."""
     remedies: tuple[Remedy, ...] = ()
-    """Changes that would fit; empty if the decision fits."""
+    """Changes with which a strategy would fit; empty if the decision fits."""
 
     def bytes_of(self, strategy: Strategy) -> int:
-        """Bytes on a GPU under a strategy."""
+        """Total bytes on one GPU under a strategy of `columns`."""
         return self.rows[-1].sizes[self.columns.index(strategy)]
 
 
 @dataclass(frozen=True)
 class _Way:
-    """One strategy with its bytes on a GPU, {part: bytes}."""
+    """One strategy to distribute the run, with the bytes of each part of a GPU's memory, {part: bytes}."""
 
     strategy: Strategy
     student: Layout
@@ -111,7 +111,7 @@ class _Way:
 
 
 def decide(needs: Needs, gpus: int, gpu_memory: int, wish: Wish = "auto") -> Decision:
-    """Choose the fastest strategy that fits; where none does, the decision has the changes that would.
+    """Choose the fastest strategy that fits into the GPUs' memory; where none does, the decision lists changes that would.
 
     Args:
         needs: model and run.
@@ -146,7 +146,7 @@ def decide(needs: Needs, gpus: int, gpu_memory: int, wish: Wish = "auto") -> Dec
 
 
 def _ways(needs: Needs, gpus: int, budget: Budget, wish: Wish) -> list[_Way]:
-    """The strategies to choose from, fastest first."""
+    """The strategies that `wish` allows for a model on `gpus` GPUs, fastest first, with their bytes."""
     layouts: list[Layout] = ["one"] if gpus == 1 else ["ddp", "fsdp2"]
     if wish != "auto":
         layouts = ["one" if gpus == 1 and wish == "ddp" else wish]
@@ -171,7 +171,7 @@ def _ways(needs: Needs, gpus: int, budget: Budget, wish: Wish) -> list[_Way]:
 
 
 def _parts(needs: Needs, gpus: int, layout: Layout) -> dict[str, int]:
-    """Bytes of the student on a GPU, {part: bytes}."""
+    """Bytes of the trained model on one GPU under a layout, {part: bytes}."""
     windows = needs.windows(gpus)
     activations = needs.activations(windows)
     shards = gpus if layout == "fsdp2" else 1
@@ -194,7 +194,7 @@ def _parts(needs: Needs, gpus: int, layout: Layout) -> dict[str, int]:
 
 
 def _rows(needs: Needs, gpus: int, ways: list[_Way]) -> Iterator[StrategyRow]:
-    """One row for each part that some strategy has, and the sum."""
+    """One table row for each part of memory that some strategy has, and a last one with the sums."""
     for what, arithmetic in _arithmetic(needs, gpus).items():
         amounts = tuple(way.parts.get(what, 0) for way in ways)
         if any(amounts):
@@ -203,7 +203,7 @@ def _rows(needs: Needs, gpus: int, ways: list[_Way]) -> Iterator[StrategyRow]:
 
 
 def _arithmetic(needs: Needs, gpus: int) -> dict[str, str]:
-    """{part: the product that gives its bytes, before sharding}."""
+    """{part of memory: the product that gives its bytes before sharding, as text}."""
     shape, w, e = needs.shape, needs.stored, needs.computed
     windows = needs.windows(gpus)
     tokens = windows * needs.length
@@ -238,7 +238,7 @@ def _arithmetic(needs: Needs, gpus: int) -> dict[str, str]:
 
 
 def _reason(chosen: _Way, ways: list[_Way], gpus: int, budget: Budget, wish: Wish, needs: Needs) -> str:
-    """The bytes of the chosen strategy, and those of the faster ones that do not fit."""
+    """One line: the bytes of the chosen strategy, and those of the faster ones that do not fit."""
     where = "one GPU" if gpus == 1 else f"each of {gpus:,} GPUs"
     if needs.device == "cpu":
         where = "the CPU"
@@ -250,7 +250,7 @@ def _reason(chosen: _Way, ways: list[_Way], gpus: int, budget: Budget, wish: Wis
 
 
 def _remedies(needs: Needs, gpus: int, gpu_memory: int, wish: Wish, least: int) -> Iterator[Remedy]:
-    """Single changes that make it fit, several at once where no single one does, and last larger GPUs."""
+    """Changes with which the run would fit: single ones, else several at once, and last larger GPUs."""
     budget, windows = Budget.of_memory(gpu_memory), needs.windows(gpus)
 
     def fewest_bytes(changed: Needs, count: int = gpus, wish: Wish = wish) -> int:

@@ -12,7 +12,7 @@ class PlanRow(Protocol):
     """One planned part: a layer of the curvature, a parameter of a clipped step, a part of a GPU's memory."""
 
     def cells(self) -> tuple[str, ...]:
-        """The text of each column."""
+        """The text of each column of the table for this part."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class PlanTable:
 
     columns: Sequence[str]
     rows: Sequence[PlanRow | tuple[str, ...]]
-    """Planned parts, or the text of a line, such as a sum."""
+    """Lines of the table: planned parts, or tuples of texts, such as a sum."""
     notes: Sequence[str] = ()
     """Lines below the table, printed as they are."""
 
     def __str__(self) -> str:
-        """The header, the rows and the notes, joined by newlines."""
+        """The table as text: the header, the rows and the notes, joined by newlines."""
         lines = [self.columns, *(row if isinstance(row, tuple) else row.cells() for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         aligned = ("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)

@@ -1,4 +1,4 @@
-"""The cost of a row proof: how often it runs the model, and its memory on top of a training step.
+"""The cost of a row proof, the check that each row of a layer's tensors depends on one sample only: runs and memory.
 
 With B samples and N tokens of a backward, the largest layer input or output gradient of N·D entries of w bytes:
 
@@ -9,8 +9,8 @@ With B samples and N tokens of a backward, the largest layer input or output gra
 | copies of tokens and targets | device | 16·N |
 | fingerprints of every tensor, of three runs | host | 3 · 40·B · tensors |
 
-A gradient of all weights, which part 1 stores beside them, is in the plan of the step already: no parameter has another one
-then. So are the activations of a forward.
+The plan of a training step already counts the gradient of all weights, which the first part of a proof stores, and the
+activations of a forward.
 """
 
 from dataclasses import dataclass
@@ -21,34 +21,34 @@ if TYPE_CHECKING:
     from gramian.plan.transformer_memory import Needs
 
 BLOCK = 2**24
-"""Entries that are widened at a time, as in `gramian.linalg.wide`."""
+"""Number of tensor entries that are converted to float64 at a time for fingerprints."""
 FINGERPRINT = 40
-"""Bytes of a row: a hash of 64 bits and four projections in float64."""
+"""Bytes of the fingerprint of one row: a hash of 64 bits and four projections in float64."""
 WORKING = 16
-"""Bytes of an entry beside a copy of it: its bits as an integer, and the value in float64."""
+"""Extra bytes per entry while a fingerprint is made: its bits as an integer, and its value in float64."""
 COMPARED = 3
-"""Runs whose fingerprints are there at a time: the batch as it is, the same once more, and another one."""
+"""Number of runs whose fingerprints are stored at a time: the batch, the same batch again, and a changed one."""
 
 
 @dataclass(frozen=True)
 class ProofPlan:
-    """Runs and memory of the proof of one structure of inputs."""
+    """Model runs and memory of a row proof, the check that each row of a layer's tensors depends on one sample only."""
 
     runs: int
-    """Forwards and backwards, for each set of outputs that is proven by itself."""
+    """Number of forwards and backwards, for each set of outputs that is proven separately."""
     device: int
-    """Bytes on top of a step."""
+    """Bytes on the device on top of a training step."""
     host: int
     """Bytes of row fingerprints in host memory."""
 
 
 def proof_runs(samples: int) -> int:
-    """2⌈log₂ B⌉ + 4; none where a sample is alone."""
+    """Number of forwards and backwards of a row proof of B = `samples` samples: 2⌈log₂ B⌉ + 4; 0 for a single sample."""
     return 2 * (samples - 1).bit_length() + 4 if samples > 1 else 0
 
 
 def plan_proof(needs: "Needs", windows: int) -> ProofPlan:
-    """The proof of a transformer on so many windows, one sample each; buffers, which are copied too, are not counted."""
+    """Runs and bytes of the row proof of a transformer on `windows` windows, one sample each; buffers are not counted."""
     shape, runs = needs.shape, proof_runs(windows)
     if not runs:
         return ProofPlan(0, 0, 0)

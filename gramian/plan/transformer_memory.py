@@ -52,41 +52,41 @@ class Transformer:
     hidden: int
     """Hidden width of the MLP."""
     positions: int = 0
-    """Rows of a learned position table."""
+    """Number of rows of a learned position table; 0: none."""
     family: Literal["gpt", "llama"] = "gpt"
-    """"gpt": layer norms, biases, one matrix for queries, keys and values, GELU; "llama": RMS norms, three, gated MLP."""
+    """"gpt": layer norms, biases, one matrix for Q, K and V, GELU; "llama": RMS norms, three such matrices, gated MLP."""
     key_heads: int | None = None
     """Number of heads of keys and values; None: as many as of queries."""
     head_width: int | None = None
-    """None: width / heads."""
+    """Features of one attention head; None: width / heads."""
     head_norms: bool = False
     """Whether queries and keys are normalised, head by head."""
     tied: bool = False
     dropout: float = 0.0
     gelu_tensors: int = 2
-    """What the MLP of "gpt" keeps, in tensors of its hidden width: 2, or 5 where GELU is written out."""
+    """Tensors of the hidden width that the MLP of "gpt" stores for the backward: 2, or 5 where GELU is written out."""
     whole_segments: bool = True
-    """False: activations can be recomputed block by block alone."""
+    """Whether activations can be recomputed in segments of several blocks; False: only block by block."""
     counted: int | None = None
-    """Parameters, where they were counted; None: from the formula, exact for the reference GPT and for Llama."""
+    """Number of parameters, if it was counted on the model; None: by formula, exact for the reference GPT and for Llama."""
     parameter_shapes: tuple[tuple[int, ...], ...] = ()
     """Shapes of all parameters, in the model's order, shared ones once."""
     kept: float | None = None
-    """What a block keeps for the backward, in stored numbers per token and width, where it was counted; None: by the table."""
+    """Numbers that a block stores for the backward, per token and unit of width, if measured; None: by the module's table."""
 
     @property
     def queries(self) -> int:
-        """Width of all of them."""
+        """Total width of the queries of all heads."""
         return self.heads * (self.head_width or self.width // self.heads)
 
     @property
     def keys(self) -> int:
-        """Width of all of them."""
+        """Total width of the keys of all key heads."""
         return self.queries * (self.key_heads or self.heads) // self.heads
 
     @property
     def block_matrices(self) -> int:
-        """Elements of a block's matrices."""
+        """Number of elements of one block's weight matrices."""
         attention = self.width * (2 * self.queries + 2 * self.keys)
         return attention + (3 if self.family == "llama" else 2) * self.width * self.hidden
 
@@ -101,7 +101,7 @@ class Transformer:
 
     @property
     def rest_parameters(self) -> int:
-        """Outside blocks: tables, last norm, head."""
+        """Number of parameters outside the blocks: embedding tables, last norm and head."""
         if self.counted is not None:
             return max(self.counted - self.layers * self.block_parameters, 0)
         tables = self.vocabulary * (1 if self.tied else 2) + self.positions
@@ -109,14 +109,14 @@ class Transformer:
 
     @property
     def parameters(self) -> int:
-        """All of them, shared ones once."""
+        """Number of all parameters; a tied one counts once."""
         return self.layers * self.block_parameters + self.rest_parameters
 
 
 def gpt(
     vocabulary: int, context: int, layers: int, width: int, heads: int, tied: bool = False, dropout: float = 0.0
 ) -> Transformer:
-    """The shape of the reference GPT."""
+    """The shape of gramian's reference GPT with these sizes: layer norms, biases, MLP of four times the width."""
     D, F = width, 4 * width
     norm = ((D,), (D,))
     block = (*norm, (3 * D, D), (3 * D,), (D, D), (D,), *norm, (F, D), (F,), (D, F), (D,))
@@ -127,29 +127,29 @@ def gpt(
 
 
 def optimizer_states(optimizer: str, momentum: float) -> int:
-    """Numbers that an optimizer keeps per parameter: AdamW two, SGD one with momentum."""
+    """Numbers that an optimizer stores per parameter: 2 for AdamW, 1 for SGD with momentum, else 0."""
     return 2 if optimizer == "adamw" else int(momentum > 0)
 
 
 @dataclass(frozen=True)
 class TeacherShape:
-    """A model that is only asked: weights, and one forward at a time."""
+    """A model that only runs forwards: its weights of `itemsize` bytes each, and one forward at a time."""
 
     shape: Transformer
     itemsize: int = 2
 
     @property
     def weights(self) -> int:
-        """Bytes of the weights."""
+        """Bytes of the teacher's weights."""
         return self.shape.parameters * self.itemsize
 
     @property
     def gathered(self) -> int:
-        """Bytes of what is whole at a time where it is sharded: what lies outside blocks, one block, and the next one."""
+        """Bytes of a sharded teacher that are gathered at a time: all outside its blocks, one block, and the next one."""
         return (self.shape.rest_parameters + 2 * self.shape.block_parameters) * self.itemsize
 
     def working(self, tokens: int) -> int:
-        """Bytes of a forward over so many tokens, logits among them."""
+        """Bytes of the teacher's forward over `tokens` tokens, including the logits."""
         shape = self.shape
         return tokens * self.itemsize * (2 * shape.hidden + 4 * shape.width + shape.vocabulary)
 
@@ -159,17 +159,17 @@ class Activations:
     """Bytes of one micro-batch's forward and backward."""
 
     kept: int
-    """For the backward: of all blocks, or of the inputs of recomputed segments."""
+    """Bytes stored for the backward: of all blocks, or of the inputs of recomputed segments."""
     casts: int
     """Bytes of autocast's copies of weights."""
     loss: int
-    """Last norm, head and log-probabilities."""
+    """Bytes of last norm, head and log-probabilities."""
     working: int
-    """What lives for a moment: the gradient of the logits; or a recomputed segment and its gradients, less the loss."""
+    """Most temporary bytes: the gradient of the logits; or a recomputed segment and its gradients, less the loss."""
 
     @property
     def total(self) -> int:
-        """Bytes of activations at the peak of a step."""
+        """Bytes of all activations and casts at the peak of a step."""
         return self.kept + self.casts + self.loss + self.working
 
 
@@ -180,50 +180,50 @@ class Needs:
     shape: Transformer
     precision: Kind
     length: int
-    """Tokens of a window."""
+    """Number of tokens of a window."""
     batch: int
-    """Windows of an optimizer step, over all processes."""
+    """Number of windows of an optimizer step, over all processes."""
     micro_batch: int = 0
-    """Most windows of one backward on a process; 0: as many as there are."""
+    """Most windows of one backward pass on a process; 0: all windows of the process."""
     checkpoint_blocks: int = 0
-    """Blocks of a recomputed segment; 0: activations are kept."""
+    """Number of blocks of a segment whose activations are recomputed; 0: activations are stored."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     momentum: bool = False
     """True for SGD with momentum."""
     isolated: bool = False
-    """Whether a mask [B, T, T] keeps documents apart."""
+    """Whether a mask [B, T, T] hides the packed documents of a window from each other."""
     device: Literal["cuda", "cpu"] = "cuda"
     teacher: TeacherShape | None = None
     proof: bool = False
-    """Whether a row proof runs before the first step."""
+    """Whether a row proof (each row of a layer's tensors must depend on one sample only) runs before the first step."""
 
     @property
     def stored(self) -> int:
-        """Bytes of a weight."""
+        """Bytes of one stored weight."""
         return STORED[self.precision]
 
     @property
     def computed(self) -> int:
-        """Bytes of a result of a matrix product."""
+        """Bytes of one entry of a matrix product's result."""
         return COMPUTED[self.precision]
 
     @property
     def states(self) -> int:
-        """Numbers that the optimizer keeps per parameter."""
+        """Number of values that the optimizer stores per parameter."""
         return optimizer_states(self.optimizer, self.momentum)
 
     @property
     def weights(self) -> int:
-        """Bytes; those of gradients are the same."""
+        """Bytes of the weights; gradients take as many."""
         return self.shape.parameters * self.stored
 
     def windows(self, processes: int) -> int:
-        """Number of windows of one backward pass on one process."""
+        """Number of windows of one backward pass on each of `processes` processes."""
         share = ceil(self.batch / processes)
         return min(self.micro_batch, share) if self.micro_batch else share
 
     def block(self, windows: int) -> int:
-        """Bytes that one block keeps of a micro-batch."""
+        """Bytes that one block stores for the backward, for a micro-batch of `windows` windows."""
         shape, w, e = self.shape, self.stored, self.computed
         if shape.kept is not None:
             return int(windows * self.length * w * shape.width * shape.kept)
@@ -237,7 +237,7 @@ class Needs:
         return windows * self.length * (norms + e * (inputs + hidden) + masks + self._attention)
 
     def activations(self, windows: int) -> Activations:
-        """Bytes of a micro-batch of so many windows."""
+        """Bytes of the activations of a micro-batch of `windows` windows, by part."""
         shape, w, e, tokens = self.shape, self.stored, self.computed, windows * self.length
         llama = shape.family == "llama"
         layers, segment = shape.layers, min(self.checkpoint_blocks, shape.layers)
@@ -256,7 +256,7 @@ class Needs:
 
     @property
     def _attention(self) -> int:
-        """Bytes per token of queries, keys, values and what a kernel keeps beside its output."""
+        """Bytes per token of queries, keys, values, and what the attention kernel stores beside its output."""
         shape, e = self.shape, self.computed
         if self.device == "cuda" and self.precision == "fp64" or self.device == "cpu" and shape.dropout:
             probabilities = shape.heads * self.length * (3 if shape.dropout else 1)

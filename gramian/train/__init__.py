@@ -1,1 +1,1 @@
-"""Training: config, building a run from it, the loop, its state on disk, and the doctor that checks a config before it runs."""
+"""Training: configuration, building a run from it, the loop, its state on disk, and checks of a run before it starts."""

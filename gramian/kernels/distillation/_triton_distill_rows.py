@@ -1,4 +1,4 @@
-"""The Triton kernel of distill_rows.py. Importing this file imports triton."""
+"""The Triton kernel of distill_rows.py: distillation loss and gradient per token. Importing this imports triton."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -14,7 +14,7 @@ def _expm1(x):
 
 @triton.jit
 def _log1p(x):
-    """log(1 + x) for −1 < x <= 0: what rounding 1 + x lost is put back."""
+    """log(1 + x) for −1 < x <= 0, corrected for the digits that rounding 1 + x loses."""
     plus = 1.0 + x
     lost = plus - 1.0
     return tl.where(lost == 0.0, x, tl.log(plus) * (x / tl.where(lost == 0.0, 1.0, lost)))
@@ -22,7 +22,7 @@ def _log1p(x):
 
 @triton.jit
 def _excess(p, q, x):
-    """p x − p + q for x = log(p/q), also where x is small."""
+    """p x − p + q for probabilities p, q and x = log(p/q), a term of KL(p‖q), never negative; by a series for small x."""
     near = (
         x * x * (1 / 2 - x * (1 / 6 - x * (1 / 24 - x * (1 / 120 - x * (1 / 720 - x * (1 / 5040 - x * (1 / 40320)))))))
     )
@@ -31,7 +31,7 @@ def _excess(p, q, x):
 
 @triton.jit
 def _to_mixture(x, beta):
-    """log(p/m) and log(q/m) from x = log(p/q), m = βp + (1−β)q."""
+    """log(p/m) and log(q/m) of the mixture m = βp + (1−β)q, from x = log(p/q) and β = `beta`."""
     small = _expm1(-tl.abs(x))
     of_p = -_log1p((1 - beta) * small)
     of_q = -_log1p(beta * small)
@@ -40,7 +40,7 @@ def _to_mixture(x, beta):
 
 @triton.jit
 def squash(x, scale, cap, CAP: tl.constexpr):
-    """Products to logits: cap · tanh(scale · x / cap), or scale · x."""
+    """Logits from head products x: cap · tanh(scale · x / cap) if CAP, else scale · x."""
     z = x * scale
     if CAP:
         # tanh y = 1 − 2 / (exp(2y) + 1), which has the right limits at both ends.
@@ -50,7 +50,7 @@ def squash(x, scale, cap, CAP: tl.constexpr):
 
 @triton.jit
 def squash_derivative(dz, z, scale, cap, CAP: tl.constexpr):
-    """The gradient of products from that of logits."""
+    """The gradient of head products x from the gradient `dz` of their logits z = cap · tanh(scale · x / cap), or scale · x."""
     if CAP:
         dz *= 1 - (z / cap) * (z / cap)
     return dz * scale
@@ -58,26 +58,26 @@ def squash_derivative(dz, z, scale, cap, CAP: tl.constexpr):
 
 @triton.jit
 def _logits(pointer, inside, scale, cap, CAP: tl.constexpr):
-    """Logits from products, of 0 where there is none."""
+    """Load head products and return their logits in float32; a product of 0 where `inside` is false."""
     return squash(tl.load(pointer, mask=inside, other=0.0).to(tl.float32), scale, cap, CAP)
 
 
 @triton.jit
 def _store(pointer, inside, dz, z, scale, cap, CAP: tl.constexpr):
-    """The gradient in place of the products."""
+    """Write the gradient of the head products, computed from the gradient `dz` of the logits z, over the products."""
     dx = squash_derivative(dz, z, scale, cap, CAP)
     tl.store(pointer, dx.to(pointer.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _add_to_sum(total, z, inside, factor, old, new):
-    """Σ exp(factor · (z − largest)) goes on, from one largest to the next."""
+    """Add a block to the running sum Σ exp(factor · (z − largest)), rescaled from the old largest logit to the new one."""
     return total * tl.exp(factor * (old - new)) + tl.where(inside, tl.exp(factor * (z - new)), 0.0)
 
 
 @triton.jit
 def _normalise(s, t, inside, u, s_max, t_max, q_sum, q1_sum, p_sum, p1_sum):
-    """One block of the first pass: the largest logits, and the sums of exponentials at T and at 1."""
+    """First pass, one block: running largest logits of student s and teacher t, sums of exp(u z) and exp(z), u = 1/T."""
     s_new = tl.maximum(s_max, tl.max(tl.where(inside, s, -float("inf")), 0))
     t_new = tl.maximum(t_max, tl.max(tl.where(inside, t, -float("inf")), 0))
     q_sum = _add_to_sum(q_sum, s, inside, u, s_max, s_new)
@@ -92,9 +92,13 @@ def _compare(
     s, t, inside, u, q_log, p_log, beta, qs, pt, value, other, left, left_mean, right, right_mean, agree,
     DIRECTION: tl.constexpr,
 ):  # fmt: skip
-    """One block of the second pass, s and t measured from their largest.
+    """Second pass, one block of ids: add it to the running sums of the divergence D, its slope in u = 1/T, and the agreement.
 
-    Σ q s, Σ p t, the divergence, and what its derivative to u needs: left adds up what s is multiplied by, right what t is.
+    s and t are student and teacher logits less their largest, q and p their softmax at u; of_s and of_t are ∂D/∂(u s) and
+    ∂D/∂(u t)
+    before centring. `qs`, `pt`: Σ q s, Σ p t. `value`, `other`: Σ of D's terms (for "jsd" those of p and of q). `left`,
+    `right`:
+    Σ of_s · s, Σ of_t · t; `left_mean`, `right_mean`: Σ of_s, Σ of_t.
     """
     log_q = u * s - q_log
     log_p = u * t - p_log
@@ -128,7 +132,7 @@ def _compare(
 
 @triton.jit
 def _kd_gradient(s, t, u, q_log, p_log, beta, kl, of_q, DIRECTION: tl.constexpr):
-    """∂D/∂(u s) of the directions that need the divergence first."""
+    """∂D/∂(u s) of the divergence D, s the student's logits, u = 1/T; for reverse and jsd, which need `kl` and `of_q` first."""
     log_q = u * s - q_log
     x = u * t - p_log - log_q
     if DIRECTION == 1:
@@ -152,11 +156,11 @@ def distill_rows(
     DIRECTION: tl.constexpr, GRADIENT: tl.constexpr, STUDENT_CAP: tl.constexpr, TEACHER_CAP: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One token: normalisers in a first pass over the ids, the divergence in a second, the gradient there or in a third.
+    """One token: normalisers in a first pass over the token ids, the divergence in a second, the gradient in it or in a third.
 
-    DIRECTION: 0 forward, 1 reverse, 2 Jensen-Shannon. The gradient of the last two needs the divergence itself.
-    `aligned` is a multiple of 16, the ids beyond it and below `common` are a block of their own: under a mask that may
-    end anywhere every element would be read by itself.
+    DIRECTION: 0 forward, 1 reverse, 2 Jensen-Shannon. The gradient of the last two needs the divergence itself. `aligned` is a
+    multiple of 16, the ids from it to `common` (ids of both sides) are a block of their own: under a mask that may end anywhere
+    every element would be read by itself.
     """
     token = tl.program_id(0).to(tl.int64)
     student += token * student_stride

@@ -1,4 +1,4 @@
-"""The Triton kernels of rest_rows.py. Importing this file imports triton."""
+"""The Triton kernels of rest_rows.py: the student's mass on ids that a sparse teacher omits. Importing this imports triton."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -9,7 +9,7 @@ from gramian.kernels.distillation._triton_distill_rows import squash, squash_der
 
 @triton.jit
 def _add_block(x, u, scale, cap, largest, total, weighted, total_1, CAP: tl.constexpr):
-    """One block: sums of exponentials go on from one largest logit to the next; −inf adds nothing."""
+    """Add a block of products x to the running sums of exp(u z), z exp(u z) and exp(z), z their logits; −inf adds nothing."""
     there = x != -float("inf")
     z = squash(tl.where(there, x, 0.0), scale, cap, CAP)
     new = tl.maximum(largest, tl.max(tl.where(there, z, -float("inf")), 0))
@@ -29,9 +29,9 @@ def rest_rows(
     out, products, temperature, scale, cap, vocabulary, aligned, out_stride, stride,
     CAP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One row: the largest logit, log Σ exp(u z), the mean of z under it, log Σ exp(z).
+    """One row of products: its largest logit z, log Σ exp(u z), Σ z exp(u z) / Σ exp(u z) and log Σ exp(z), u = 1/temperature.
 
-    `aligned` is a multiple of 16, and the ids beyond it are a block of their own, as in distill_rows.
+    `aligned` is a multiple of 16; the ids beyond it are a block of their own, so that the other loads stay vectorised.
     """
     token = tl.program_id(0).to(tl.int64)
     products += token * stride
@@ -74,9 +74,10 @@ def rest_gradient(
     products, targets, temperature, rows, ce_weight, scale, cap, vocabulary, aligned, ignore_index,
     row_stride, stride, target_stride, CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of one row: (factor · exp(u z − lse) + ce_weight · (exp(z − lse₁) − onehot)) · dz/dx, in place of x.
+    """One block of a row: replace products x by (factor · exp(u z − lse) + ce_weight · (exp(z − lse₁) − onehot)) · dz/dx.
 
-    The first block also takes the ids from `aligned`, a multiple of 16, to the end.
+    z is the logit of x, u = 1/temperature; `rows` has factor, lse and lse₁ of each row; onehot is 1 at the target. The first
+    block also takes the ids from `aligned`, a multiple of 16, to the end.
     """
     token = tl.program_id(1).to(tl.int64)
     products += token * stride

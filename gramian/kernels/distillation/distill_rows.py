@@ -1,7 +1,7 @@
-"""The distillation loss of tokens from the logits of student and teacher, and its gradient in place of the student's.
+"""The distillation loss of tokens from the logits of student and teacher; its gradient can overwrite the student's products.
 
-Legend: N tokens, V vocabulary (of either side), C the ids that both have, R what is known of a token (`ROWS`).
-p = softmax(t/T) and q = softmax(s/T) over C, q₁ = softmax(s) over the student's V.
+Legend: N tokens, V vocabulary (of either side), C ids that both have, R quantities of a token (`ROWS`), T temperature.
+p = softmax(t/T) and q = softmax(s/T) over C, q₁ = softmax(s) over the student's V; s, t are the logits of student, teacher.
 """
 
 from dataclasses import dataclass
@@ -14,14 +14,15 @@ from gramian.kernels.distillation.divergence import DIRECTIONS, divergence, log_
 from gramian.kernels.launch import on_device, takes_kernel
 
 ROWS = ("terms", "kl", "ce", "agreement", "teacher_entropy", "student_entropy", "gold", "teacher_gold", "slope")
-"""terms: 1 for a token that counts, and everything is 0 for the others. kl: the divergence at T, without T². agreement:
-1 where a largest logit of one side is a largest of the other. The entropies are those of p and q. gold: 1 where the
-teacher knows the target, teacher_gold: its log-probability at T = 1. slope: d(T² · divergence)/dT."""
+"""Names of the quantities per token. terms: 1 if the token counts; all are 0 if not. kl: the divergence at temperature T,
+without T². ce: cross-entropy. agreement: 1 where a largest logit of the student is a largest of the teacher. The entropies are
+of softmax(logits/T). gold: 1 if the teacher has the target id, teacher_gold: its log-probability at T = 1. slope: d(T² kl)/dT.
+"""
 
 
 @dataclass(frozen=True)
 class RowObjective:
-    """Weights of the loss of one token: kd_weight · T² · divergence + ce_weight · cross entropy."""
+    """Loss of one token: kd_weight · T² · divergence + ce_weight · cross-entropy; 0 where the target is `ignore_index`."""
 
     direction: str = "forward"
     beta: float = 0.5
@@ -32,19 +33,19 @@ class RowObjective:
 
 @dataclass(frozen=True)
 class Squash:
-    """The map from head products x to logits: z = softcap · tanh(scale · x / softcap), or scale · x."""
+    """The map from head products x (hidden state · head) to logits z = softcap · tanh(scale · x / softcap), or scale · x."""
 
     scale: float = 1.0
     softcap: float | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Apply the map to products x."""
+        """Return the logits of head products x."""
         if self.scale != 1.0:
             x = x * self.scale
         return x if self.softcap is None else self.softcap * (x / self.softcap).tanh()
 
     def derivative(self, z: Tensor) -> Tensor | float:
-        """dz/dx as a function of z."""
+        """Derivative dz/dx of the logits z with respect to the head products x, as a function of z."""
         return self.scale if self.softcap is None else self.scale * (1 - (z / self.softcap).square())
 
 
@@ -63,31 +64,31 @@ def distill_rows(
     gradient: bool,
     out_RN: Tensor | None = None,
 ) -> Tensor:
-    """What `ROWS` names, for every token; with `gradient`, the student's products become d(sum of losses)/d(products).
+    """The quantities in `ROWS` for every token; `gradient`: the student's products become d(sum of losses)/d(products).
 
-    For the forward direction, which is the plain case, with z = s:
+    Forward direction, no softcap, p and q the softmax of teacher and student logits over T, q₁ the student's at T = 1:
 
-        dz = kd_weight · T · (q − p) + ce_weight · (q₁ − onehot(target)).
+        d(products) = kd_weight · T · (q − p) + ce_weight · (q₁ − onehot(target)).
 
-    A token whose target is ignore_index has zeros in all rows and in its gradient, whatever its logits hold. A target
+    A token whose target is ignore_index has zeros in all rows and in its gradient, whatever its logits contain. A target
     outside the student's vocabulary gives a loss that is not a number.
 
     Cost: the kernel reads both logits twice and writes one of them; thrice for "reverse" and "jsd". Logits of two bytes
     are read as they are and everything is computed in float32.
 
     Args:
-        student_NV: The matrix product of hidden states and head, bias included; adjacent columns.
+        student_NV: The student's products of hidden states and head, bias included, [tokens, vocabulary]; adjacent columns.
         teacher_NV: The teacher's. The vocabularies may differ in length: the divergence is over the ids that both have.
-        targets_N: Integers.
-        temperature: 0-dim, on the device of the logits.
-        objective: What is added up.
-        student: From products to logits.
-        teacher: The same of the teacher.
-        gradient: Whether to write the gradient.
-        out_RN: Where to write the rows.
+        targets_N: Target ids, integers.
+        temperature: T, 0-dim, on the device of the logits.
+        objective: Direction and weights of the loss.
+        student: Map from the student's products to logits.
+        teacher: Map from the teacher's products to logits.
+        gradient: Whether to overwrite `student_NV` by the gradient.
+        out_RN: Tensor to write the result to; None: a new one.
 
     Returns:
-        [R, N] in float32; in float64 if logits are.
+        [len(ROWS), tokens] in float32; in float64 if logits are.
     """
     on_cuda = targets_N.is_cuda and temperature.is_cuda
     adjacent = student_NV.stride(1) == teacher_NV.stride(1) == 1
@@ -112,7 +113,7 @@ def distill_rows_twin(
     gradient: bool,
     out_RN: Tensor | None = None,
 ) -> Tensor:
-    """`distill_rows` in plain torch."""
+    """`distill_rows`, distillation loss quantities per token and the student's gradient, in plain torch."""
     wide = wide_dtype(student_NV, teacher_NV)
     z_NV, t_NC = student(student_NV.to(wide)), teacher(teacher_NV.to(wide))
     common = min(z_NV.shape[1], t_NC.shape[1])
@@ -156,7 +157,10 @@ def assemble_rows(
     teacher_gold: Tensor,
     slope: Tensor,
 ) -> Tensor:
-    """The rows in their order, zero where a token does not count; `slope` is dD/du."""
+    """Write the quantities of every token in the order of `ROWS`, zero if a token does not count; returns [len(ROWS), tokens].
+
+    `slope` is the derivative of the divergence with respect to u = 1/temperature; the row contains d(T² · divergence)/dT.
+    """
     counts_N = targets_N != objective.ignore_index
     inside_N = (targets_N >= 0) & (targets_N < vocabulary)
     ce_N = torch.where(inside_N, ce, torch.nan)
@@ -187,7 +191,7 @@ def distill_rows_kernel(
     warps: int = 8,
     stages: int = 4,
 ) -> Tensor:
-    """`distill_rows` in Triton, in float32: one program per token.
+    """`distill_rows`, loss quantities per token and the student's gradient, in Triton and float32: one program per token.
 
     Sums are computed lane by lane and added at the end. Four ids per thread take 111 registers, so that two programs fit on a
     multiprocessor; eight take 179. `block`, a power of two of at least 16, is the number of ids read at once.

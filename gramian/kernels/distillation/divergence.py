@@ -1,4 +1,4 @@
-"""Divergences between two rows of outcomes and their derivatives, in plain torch, stable where the rows nearly agree.
+"""Divergences between two distributions per row, with derivatives, in plain torch; stable where both nearly agree.
 
 Legend: N tokens, K outcomes. a = u s are the student's logits over the temperature, b = u t the teacher's, u = 1/T;
 q = softmax(a), p = softmax(b).
@@ -12,26 +12,26 @@ from torch import Tensor
 DIRECTIONS = ("forward", "reverse", "jsd")
 
 EMPTY = -1e30
-"""The logit of an outcome without mass: finite, so that 0 · log 0 is 0."""
+"""Logit of an outcome without probability mass: finite, so that 0 · log 0 is 0."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """D(p, q) of every row, with what follows from it."""
+    """The divergence D of the teacher's p from the student's q for N rows, its derivatives, and both entropies."""
 
     value_N: Tensor
     gradient_NK: Tensor
-    """∂D/∂a, [N, K]."""
+    """∂D/∂a, the gradient with respect to the student's logits over the temperature, [N, K]."""
     slope_N: Tensor
-    """dD/du, through both rows."""
+    """dD/du, u = 1/temperature, through the student's and the teacher's logits, [N]."""
     teacher_entropy_N: Tensor
     student_entropy_N: Tensor
 
 
 def divergence(a_NK: Tensor, b_NK: Tensor, s_NK: Tensor, t_NK: Tensor, direction: str, beta: float = 0.5) -> Divergence:
-    """D and its derivatives.
+    """The divergence D of each row, and its derivatives with respect to the student's logits and to u = 1/temperature.
 
-    With x = log p − log q, m = βp + (1−β)q:
+    With the teacher's p = softmax(b), the student's q = softmax(a), x = log p − log q, m = βp + (1−β)q:
 
         forward  KL(p‖q) = Σ p x                           ∂D/∂a = q − p               dD/du = Σ (q−p) s + Cov_p(t, x)
         reverse  KL(q‖p) = −Σ q x                          ∂D/∂a = −q (x + D)          dD/du = Σ (p−q) t − Cov_q(s, x)
@@ -44,10 +44,10 @@ def divergence(a_NK: Tensor, b_NK: Tensor, s_NK: Tensor, t_NK: Tensor, direction
     Cost: about fourteen passes over N·K.
 
     Args:
-        a_NK: float32 or float64. EMPTY is an outcome of no mass.
-        b_NK: Likewise.
-        s_NK: da/du, finite.
-        t_NK: db/du, finite.
+        a_NK: The student's logits over the temperature, float32 or float64. EMPTY is an outcome of no mass.
+        b_NK: The teacher's.
+        s_NK: da/du, finite: the student's logits.
+        t_NK: db/du, finite: the teacher's logits.
         direction: One of `DIRECTIONS`.
         beta: Between 0 and 1, both excluded; for "jsd".
     """
@@ -75,28 +75,28 @@ def divergence(a_NK: Tensor, b_NK: Tensor, s_NK: Tensor, t_NK: Tensor, direction
 
 
 def log_probabilities(z_NK: Tensor) -> Tensor:
-    """log_softmax; torch's own adds the exponentials one after another, and loses two digits over 100,000 of them.
+    """log_softmax along dim 1 of logits [N, K], from the largest logit, so that the normaliser's rounding is small.
 
-    Measured from the largest: the normaliser is then small, and so is its rounding.
+    torch's own adds the exponentials one after another, and loses two digits over 100,000 of them.
     """
     z_NK = z_NK - z_NK.amax(1, keepdim=True)
     return z_NK - z_NK.logsumexp(1, keepdim=True)
 
 
 def _centred(s_NK: Tensor, q_NK: Tensor) -> Tensor:
-    """s − Σ q s, measured from the largest s: Σ q is 1 but for rounding, which would multiply all of s."""
+    """s less its mean Σ q s, for s and probabilities q [N, K]; from the largest s, so that a rounded Σ q ≠ 1 costs little."""
     s_NK = s_NK - s_NK.amax(1, keepdim=True)
     return s_NK - (q_NK * s_NK).sum(1, keepdim=True)
 
 
 def _excess(p_NK: Tensor, q_NK: Tensor, x_NK: Tensor) -> Tensor:
-    """p x − p + q for x = log(p/q), also where x is small."""
+    """p x − p + q for probabilities p, q and x = log(p/q), a term of KL(p‖q); by expm1 where x is small."""
     near_NK = p_NK * (x_NK + torch.expm1(-x_NK))
     return torch.where(x_NK.abs() < 0.5, near_NK, p_NK * x_NK - p_NK + q_NK)
 
 
 def _to_mixture(x_NK: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """log(p/m) and log(q/m) from x = log(p/q), without a difference of nearly equal numbers."""
+    """log(p/m) and log(q/m), m = βp + (1−β)q, from x = log(p/q), without a difference of nearly equal numbers."""
     small_NK = torch.expm1(-x_NK.abs())
     of_p_NK = -torch.log1p((1 - beta) * small_NK)
     of_q_NK = -torch.log1p(beta * small_NK)

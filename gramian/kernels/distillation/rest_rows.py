@@ -1,6 +1,6 @@
 """The student's probability of all ids that a sparse teacher does not list, token by token, and its gradient.
 
-Legend: N tokens, V vocabulary, S what is known of a row (`REST`). An id is left out by a product of −inf. u = 1/T.
+Legend: N tokens, V vocabulary, S numbers per row (`REST`), u = 1/temperature. A product of −inf leaves an id out.
 """
 
 import torch
@@ -11,21 +11,23 @@ from gramian.kernels.distillation.distill_rows import PLAIN, Squash
 from gramian.kernels.launch import on_device, takes_kernel
 
 REST = ("largest", "lse", "mean", "lse_at_one")
-"""Numbers of the logits z that are not left out: the largest, log Σ exp(u z), Σ z exp(u z) / Σ exp(u z) and log Σ exp(z)."""
+"""Numbers per row of logits z, u = 1/temperature: largest z, log Σ exp(u z), Σ z exp(u z) / Σ exp(u z), log Σ exp(z).
+Ids that are left out do not count."""
 
 
 def rest_rows(products_NV: Tensor, temperature: Tensor, squash: Squash = PLAIN) -> Tensor:
-    """What `REST` names, for every row.
+    """For every row of logits z the largest, log Σ exp(u z), Σ z exp(u z) / Σ exp(u z) and log Σ exp(z), u = 1/temperature.
 
     Cost: one read of the products.
 
     Args:
-        products_NV: Of hidden states and head, adjacent columns; −inf leaves an id out, at least one must stay in.
+        products_NV: Products of hidden states and head, [tokens, vocabulary], adjacent columns; −inf leaves an id out, and at
+            least one per row must stay in.
         temperature: 0-dim, on the same device.
-        squash: From products to logits.
+        squash: Map from products to logits.
 
     Returns:
-        [S, N] in float32; in float64 if the products are.
+        [4, tokens] in float32; in float64 if the products are.
     """
     if takes_kernel(products_NV, temperature.float()) and products_NV.stride(1) == 1:
         return rest_rows_kernel(products_NV, temperature, squash)
@@ -43,10 +45,11 @@ def rest_gradient_(
     ignore_index: int,
     squash: Squash = PLAIN,
 ) -> None:
-    """Overwrite every product by (factor · exp(u z − lse) + ce_weight · (exp(z − lse₁) − onehot(target))) · dz/dx.
+    """Overwrite each product x [N, V] by (factor · exp(u z − lse) + ce_weight · (exp(z − lse₁) − onehot(target))) · dz/dx.
 
-    0 where an id was left out, and in all of a row whose target is ignore_index. `lse_at_one_N` is over the whole vocabulary at
-    temperature 1; `lse_N` over the ids whose probabilities `factor_N` multiplies.
+    z is the logit of x, u = 1/temperature. 0 where x is −inf (an id left out) and in rows whose target is ignore_index. lse₁,
+    `lse_at_one_N`, is over the whole vocabulary at temperature 1; `lse_N` over the ids whose probabilities `factor_N`
+    multiplies.
 
     Cost: one read and one write of the products.
     """
@@ -57,7 +60,7 @@ def rest_gradient_(
 
 @torch.no_grad()
 def rest_rows_twin(products_NV: Tensor, temperature: Tensor, squash: Squash = PLAIN) -> Tensor:
-    """`rest_rows` in plain torch."""
+    """`rest_rows`, the largest logit and three sums of exponentials of each row of head products, in plain torch."""
     x_NV = products_NV.to(wide_dtype(products_NV))
     left_out_NV = x_NV == -torch.inf
     z_NV = squash(x_NV).masked_fill_(left_out_NV, -torch.inf) if squash.softcap else squash(x_NV)
@@ -82,7 +85,7 @@ def rest_gradient_twin_(
     ignore_index: int,
     squash: Squash = PLAIN,
 ) -> None:
-    """`rest_gradient_` in plain torch."""
+    """`rest_gradient_`, which overwrites head products by the gradient of the loss, in plain torch."""
     x_NV = products_NV.to(factor_N.dtype)
     left_out_NV = x_NV == -torch.inf
     z_NV = squash(x_NV.masked_fill(left_out_NV, 0.0))
@@ -104,7 +107,7 @@ def rest_rows_kernel(
     warps: int = 8,
     stages: int = 3,
 ) -> Tensor:
-    """`rest_rows` in Triton: one program per row; `block`, a power of two of at least 16, ids are read at once."""
+    """`rest_rows`, four numbers per row, in Triton: one program per row reads `block` ids (a power of two ≥ 16) at once."""
     from gramian.kernels.distillation import _triton_rest_rows as triton_kernels
 
     tokens, vocabulary = products_NV.shape
@@ -134,7 +137,7 @@ def rest_gradient_kernel_(
     block: int = 2048,
     warps: int = 4,
 ) -> None:
-    """`rest_gradient_` in Triton: one program per `block` ids of a row, a power of two of at least 16."""
+    """`rest_gradient_`, gradients over head products, in Triton: one program per `block` ids (a power of two ≥ 16)."""
     from gramian.kernels.distillation import _triton_rest_rows as triton_kernels
 
     tokens, vocabulary = products_NV.shape

@@ -1,4 +1,4 @@
-"""The Triton kernel of direct_squares.py. Importing this file imports triton."""
+"""The Triton kernel of direct_squares.py: per-sample gradient norms by tiles. Importing this imports triton."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -14,7 +14,7 @@ def direct_squares(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
     DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
-    """One sample and one tile of LᵀR: the sum of its squares."""
+    """Sum of squares of one tile of one sample's gradient LᵀR, L [T, M] and R [T, N] over T tokens; one float per program."""
     program = tl.program_id(0)
     tiles = row_tiles * column_tiles
     sample = program // tiles

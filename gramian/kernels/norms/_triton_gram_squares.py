@@ -1,4 +1,4 @@
-"""The Triton kernel of gram_squares.py. Importing this file imports triton."""
+"""The Triton kernel of gram_squares.py: per-sample gradient norms by Gram matrices. Importing this imports triton."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -9,7 +9,7 @@ from gramian.kernels._triton_tiles import load_tile
 
 @triton.jit
 def _triangle(index):
-    """(row, column), row <= column, of number `index` of an upper triangle counted down its columns."""
+    """(row, column), row <= column, of element number `index` of an upper triangle that is counted down its columns."""
     column = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     # The root is of a rounded number: off by one at most.
     column = tl.where(column * (column + 1) // 2 > index, column - 1, column)
@@ -19,7 +19,7 @@ def _triangle(index):
 
 @triton.jit
 def tile_pair(index, tiles, GROUP: tl.constexpr):
-    """The same triangle in bands of GROUP columns, row after row, so that neighbours share rows as well as columns."""
+    """(row, column) of tile `index` of an upper triangle, in bands of GROUP columns, so that neighbours share reads."""
     _, column = _triangle(index)
     first = (column // GROUP) * GROUP
     breadth = tl.minimum(tiles - first, GROUP)
@@ -36,7 +36,7 @@ def _add_gram(
     gram, x, sample, row, column, stride_b, stride_t, stride_n, tokens, width,
     TILE: tl.constexpr, DEPTH: tl.constexpr, DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
-    """gram + X[row : row + TILE] · X[column : column + TILE]ᵀ for one sample X."""
+    """gram + X[row : row + TILE] · X[column : column + TILE]ᵀ for one sample X [tokens, features]; returns [TILE, TILE]."""
     for k in range(0, width, DEPTH):
         x_row = load_tile(x, sample, row, k, stride_b, stride_t, stride_n, tokens, width, TILE, DEPTH, DESCRIPTOR)
         x_column = load_tile(x, sample, column, k, stride_b, stride_t, stride_n, tokens, width, TILE, DEPTH, DESCRIPTOR)
@@ -52,7 +52,10 @@ def gram_squares(
     left_3_b, left_3_t, left_3_n, left_3_width,
     LEFTS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
-    """One sample and one pair of token tiles: Σ S_right ⊙ S_left over the pair, and over its diagonal."""
+    """One sample, one pair of token tiles: Σ S_right ⊙ S_left over the pair, and over its diagonal.
+
+    S_right = RRᵀ and S_left = Σ_k L_k L_kᵀ are Gram matrices over T tokens, of R [T, N] and of one to four L_k [T, M_k].
+    """
     program = tl.program_id(0)
     sample = program // pairs
     row_tile, column_tile = tile_pair(program % pairs, tiles, GROUP)

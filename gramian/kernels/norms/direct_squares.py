@@ -1,4 +1,4 @@
-"""Squared Frobenius norms of per-sample gradients LᵀR through their tiles, none of which is written.
+"""Squared Frobenius norms of per-sample gradients LᵀR, computed tile by tile; no gradient is written to memory.
 
 B samples, T tokens, M and N features.
 """
@@ -23,7 +23,7 @@ _SINGLE = (
 
 
 def direct_squares(left_BTM: Tensor, right_BTN: Tensor) -> Tensor:
-    """‖L_bᵀR_b‖² of every sample, from the gradient itself but without writing it.
+    """‖L_bᵀR_b‖² of every sample b from L [B, T, M] and R [B, T, N], by the gradient's tiles, which are not written to memory.
 
     Cost: 2·T·M·N FLOPs per sample, the same as computing the gradients; M·N/2¹⁵ floats written per sample.
 
@@ -39,7 +39,7 @@ def direct_squares(left_BTM: Tensor, right_BTN: Tensor) -> Tensor:
 
 @torch.no_grad()
 def direct_squares_twin(left_BTM: Tensor, right_BTN: Tensor) -> Tensor:
-    """`direct_squares` in plain torch: the gradients, a chunk of samples or of rows at a time."""
+    """`direct_squares`, ‖LᵀR‖² per sample, in plain torch: gradients are formed for a chunk of samples or rows at a time."""
     wide = wide_dtype(left_BTM, right_BTN)
     samples, rows, columns = len(left_BTM), left_BTM.shape[2], right_BTN.shape[2]
     squares_B = left_BTM.new_zeros(samples, dtype=wide)
@@ -58,7 +58,7 @@ def direct_squares_twin(left_BTM: Tensor, right_BTN: Tensor) -> Tensor:
 def direct_squares_kernel(
     left_BTM: Tensor, right_BTN: Tensor, *, tiles: Tiles | None = None, group: int = 8, descriptor: bool | None = None
 ) -> Tensor:
-    """`direct_squares` in Triton: one program per sample and tile of its gradient, which ends as one float.
+    """`direct_squares`, ‖LᵀR‖² per sample, in Triton: one program per sample and gradient tile writes its sum of squares.
 
     Operands of two dtypes are copied to the wider one. `tiles` None: the cheapest for the shape; `group`: tile rows that are
     walked together; `descriptor`: read by bulk copies (TMA), None: half precision where the device has them.

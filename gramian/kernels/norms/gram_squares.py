@@ -1,4 +1,4 @@
-"""Squared Frobenius norms of per-sample gradients LᵀR through Gram matrices over tokens, for lefts that share a right.
+"""Squared Frobenius norms of per-sample gradients LᵀR through Gram matrices over tokens, for several L that share one R.
 
 B samples, T tokens, M and N features; s and t run over tokens.
 """
@@ -27,10 +27,10 @@ _SINGLE = (
 
 
 def gram_squares(lefts: Sequence[Tensor], right_BTN: Tensor) -> tuple[Tensor, Tensor]:
-    """‖L₁ᵀR‖² + … + ‖L_KᵀR‖² of every sample, without forming a gradient or a T×T matrix.
+    """‖L₁ᵀR‖² + … + ‖L_KᵀR‖² of every sample, L_k [T, M_k], R [T, N], without forming a gradient or a T×T matrix.
 
-    squares_b = Σ_st (r_s·r_t) Σ_k (l_ks·l_kt) and diagonal_b = Σ_t ‖r_t‖² Σ_k ‖l_kt‖², the part of it with s = t: the
-    squared norms if every token were a sample.
+    With rows r_t of R and l_kt of L_k, squares = Σ_st (r_s·r_t) Σ_k (l_ks·l_kt) and diagonal = Σ_t ‖r_t‖² Σ_k ‖l_kt‖², its part
+    with s = t: the squared norms if every token were a sample.
 
     Cost: T(T + 128)(N + Σ M_k) FLOPs per sample, half of what two full Gram matrices take; (T/128)² floats written.
 
@@ -49,7 +49,7 @@ def gram_squares(lefts: Sequence[Tensor], right_BTN: Tensor) -> tuple[Tensor, Te
 
 @torch.no_grad()
 def gram_squares_twin(lefts: Sequence[Tensor], right_BTN: Tensor) -> tuple[Tensor, Tensor]:
-    """`gram_squares` in plain torch: the Gram matrices, some rows of one sample at a time."""
+    """`gram_squares`, Σ_k ‖L_kᵀR‖² per sample, in plain torch: rows of one sample's Gram matrices at a time."""
     wide = wide_dtype(right_BTN, *lefts)
     samples, tokens = right_BTN.shape[:2]
     squares_B = right_BTN.new_zeros(samples, dtype=wide)
@@ -76,10 +76,11 @@ def gram_squares_kernel(
     group: int = 8,
     descriptor: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`gram_squares` in Triton: one program per sample and pair of token tiles on or above the diagonal.
+    """`gram_squares`, Σ_k ‖L_kᵀR‖², in Triton: one program per sample and pair of token tiles on or above the diagonal.
 
-    S_right and then Σ_k S_left of the pair accumulate in registers, are multiplied there and summed to one float; torch sums
-    these. Pairs off the diagonal count twice. `tiles` are square, `group`: tile columns; otherwise as `direct_squares_kernel`.
+    The Gram tiles of the right and of all lefts accumulate in registers, are multiplied there and summed to one float; torch
+    sums these. Pairs off the diagonal count twice. `tiles` (None: the cheapest) are square; `group`: tile columns walked
+    together; `descriptor`: read by bulk copies (TMA), None: half precision where the device has them.
     """
     from gramian.kernels.norms import _triton_gram_squares as triton_kernels
 
@@ -107,6 +108,6 @@ def gram_squares_kernel(
 
 
 def _pairs(tokens: int, tile: int) -> int:
-    """Pairs of tiles on and above the diagonal."""
+    """Number of pairs of token tiles on and above the diagonal, for `tokens` tokens in tiles of `tile`."""
     tiles = -(-tokens // tile)
     return tiles * (tiles + 1) // 2

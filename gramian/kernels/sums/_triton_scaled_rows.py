@@ -1,4 +1,4 @@
-"""The Triton kernel of scaled_rows.py. Importing this file imports triton."""
+"""The Triton kernel of scaled_rows.py: every sample times its weight. Importing this imports triton."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def scaled_rows(out, x, weights, width, BLOCK: tl.constexpr):
-    """One block of one row: c_b x_b, multiplied in float32 and rounded once."""
+    """One block of row b of x: c_b x_b with the weight c_b, multiplied in float32 and rounded once to the dtype of x."""
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width

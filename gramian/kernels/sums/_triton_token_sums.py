@@ -1,4 +1,4 @@
-"""The Triton kernels of token_sums.py. Importing this file imports triton."""
+"""The Triton kernels of token_sums.py: per-sample gradients of biases and norm layers. Importing this imports triton."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -9,7 +9,7 @@ import triton.language as tl
 def token_sums(
     partials, g, tokens, width, chunks, chunk_tokens, g_b, g_t, g_n, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """One sample, one chunk of tokens, one block of columns: the sum over the tokens."""
+    """One sample, one chunk of tokens, one block of columns of g [B, T, N]: the sum over the chunk's tokens."""
     program = tl.program_id(0)
     sample = (program // chunks).to(tl.int64)
     first = (program % chunks) * chunk_tokens
@@ -30,7 +30,7 @@ def normed_sums(
     products, sums, x, g, eps, tokens, width, chunks, chunk_tokens, x_b, x_t, x_n, g_b, g_t, g_n,
     CENTRED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One sample and one chunk of tokens, all columns: Σ_t g ⊙ x̂ and Σ_t g."""
+    """One sample and one chunk of tokens, all columns: Σ_t g ⊙ x̂ and Σ_t g, x̂ the normalised input of a norm layer."""
     program = tl.program_id(0)
     sample = (program // chunks).to(tl.int64)
     first = (program % chunks) * chunk_tokens

@@ -1,4 +1,4 @@
-"""The Triton kernel of weighted_product.py. Importing this file imports triton."""
+"""The Triton kernel of weighted_product.py: weighted sums of per-sample gradients. Importing this imports triton."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -14,9 +14,10 @@ def weighted_product(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
     DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
-    """One tile of Σ_b c_b L_bᵀR_b over one part of the steps; a step is DEPTH tokens of one sample.
+    """One tile of Σ_b c_b L_bᵀR_b, c_b the weight of sample b, over one part of the steps; a step is DEPTH tokens of a sample.
 
-    The loop runs over samples and tokens as one, so that loads of the next sample are under way while this one ends.
+    L_b is [T, M], R_b [T, N] for T tokens. The loop runs over samples and tokens as one, so that loads of the next sample are
+    under way while this one ends.
     """
     row_tile, column_tile = grouped(tl.program_id(0), row_tiles, column_tiles, GROUP)
     part = tl.program_id(1)

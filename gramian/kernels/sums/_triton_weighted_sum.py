@@ -1,4 +1,4 @@
-"""The Triton kernels of weighted_sum.py. Importing this file imports triton."""
+"""The Triton kernels of weighted_sum.py: sums and norms of stored gradients. Importing this imports triton."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def weighted_sum(out, kept, weights, samples, width, kept_b, kept_n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """One block of columns: Σ_b c_b g_b over all rows. A row whose weight is 0 is not read."""
+    """One block of columns of Σ_b c_b g_b over all stored gradients g_b with weights c_b. A row of weight 0 is not read."""
     columns = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < width
     start = kept + columns[None, :] * kept_n
@@ -23,7 +23,7 @@ def weighted_sum(out, kept, weights, samples, width, kept_b, kept_n, ROWS: tl.co
 
 @triton.jit
 def row_squares(partials, kept, width, chunks, kept_b, kept_n, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
-    """One row and one chunk of its columns: the sum of squares."""
+    """The sum of squares of one chunk of columns of one stored gradient."""
     program = tl.program_id(0)
     row = (program // chunks).to(tl.int64)
     first = (program % chunks).to(tl.int64) * CHUNK

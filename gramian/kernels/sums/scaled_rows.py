@@ -10,7 +10,7 @@ from gramian.kernels.launch import on_device, takes_kernel
 
 
 def scaled_rows(x_B: Tensor, weights_B: Tensor) -> Tensor:
-    """c_b x_b as a new contiguous tensor in the dtype of x [B, …], of any strides. Cost: one read and one write of x."""
+    """x [B, …] with sample b multiplied by weights_B[b]: new, contiguous, in x's dtype. Cost: one read, one write of x."""
     if takes_kernel(x_B) and weights_B.is_cuda and x_B.is_contiguous() and x_B.numel():
         return scaled_rows_kernel(x_B, weights_B)
     return scaled_rows_twin(x_B, weights_B)
@@ -18,14 +18,14 @@ def scaled_rows(x_B: Tensor, weights_B: Tensor) -> Tensor:
 
 @torch.no_grad()
 def scaled_rows_twin(x_B: Tensor, weights_B: Tensor) -> Tensor:
-    """`scaled_rows` in plain torch."""
+    """`scaled_rows`, every sample times its weight, in plain torch."""
     out_B = torch.empty_like(x_B, memory_format=torch.contiguous_format)
     return torch.mul(x_B, weights_B.reshape(-1, *[1] * (x_B.dim() - 1)), out=out_B)
 
 
 @torch.no_grad()
 def scaled_rows_kernel(x_B: Tensor, weights_B: Tensor, *, block: int = 4096) -> Tensor:
-    """`scaled_rows` of a contiguous x in Triton: one program per `block` (a power of two) of a row; c is taken in float32."""
+    """`scaled_rows` of a contiguous x in Triton: one program per `block` (a power of two) elements; float32 weights."""
     from gramian.kernels.sums import _triton_scaled_rows as triton_kernels
 
     out_B = torch.empty_like(x_B)

@@ -11,11 +11,14 @@ from gramian.core.errors import GramianError
 from gramian.kernels.launch import on_device, processors, takes_kernel
 
 WIDEST_NORMED = 16384
-"""A program of `normed_sums` holds whole rows; wider ones are left to the twin."""
+"""Most features D of `normed_sums_kernel`, which holds all D of a token in registers; wider layers take the torch function."""
 
 
 def token_sums(g_BTN: Tensor) -> Tensor:
-    """Σ_t g_bt, the gradient of a bias for every sample: [B, N] in float32; in float64 if g is. Cost: one read of g."""
+    """Σ_t g_bt, the bias gradient of every sample from output gradients g [B, T, N]: [B, N] in float32 (float64 if g is).
+
+    Cost: one read of g.
+    """
     return token_sums_kernel(g_BTN) if takes_kernel(g_BTN) else token_sums_twin(g_BTN)
 
 
@@ -36,13 +39,13 @@ def normed_sums(x_BTD: Tensor, g_BTD: Tensor, eps: float, centred: bool) -> tupl
 
 @torch.no_grad()
 def token_sums_twin(g_BTN: Tensor) -> Tensor:
-    """`token_sums` in plain torch."""
+    """`token_sums`, the sum over tokens of g [B, T, N], in plain torch."""
     return g_BTN.sum(1, dtype=wide_dtype(g_BTN))
 
 
 @torch.no_grad()
 def normed_sums_twin(x_BTD: Tensor, g_BTD: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
-    """`normed_sums` in plain torch."""
+    """`normed_sums`, per-sample gradients of a norm layer's weight and bias, in plain torch."""
     wide = wide_dtype(x_BTD, g_BTD)
     x_BTD, g_BTD = x_BTD.to(wide), g_BTD.to(wide)
     if centred:
@@ -53,7 +56,7 @@ def normed_sums_twin(x_BTD: Tensor, g_BTD: Tensor, eps: float, centred: bool) ->
 
 @torch.no_grad()
 def token_sums_kernel(g_BTN: Tensor, *, chunk: int | None = None, rows: int = 8, columns: int = 512) -> Tensor:
-    """`token_sums` in Triton: one program per sample, chunk of tokens and block of columns; torch sums the chunks.
+    """`token_sums`, g [B, T, N] summed over T, in Triton: a program per sample, chunk of tokens and block of columns.
 
     `chunk`: tokens that one program sums; None: such that the programs fill the device. `rows` (tokens read at once) and
     `columns` (of a program) are powers of two.
@@ -78,9 +81,10 @@ def token_sums_kernel(g_BTN: Tensor, *, chunk: int | None = None, rows: int = 8,
 def normed_sums_kernel(
     x_BTD: Tensor, g_BTD: Tensor, eps: float, centred: bool, *, chunk: int | None = None, rows: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`normed_sums` in Triton: one program per sample and chunk of tokens, whole rows in registers; torch sums the chunks.
+    """`normed_sums`, gradients of a norm layer, in Triton: one program per sample and chunk of tokens; torch sums the chunks.
 
-    `chunk` and `rows` as in `token_sums_kernel`; by default about 2048 elements are read at once.
+    `chunk`: tokens that one program sums; None: such that the programs fill the device. `rows`: tokens read at once, a power of
+    two; None: about 2048 elements.
     """
     from gramian.kernels.sums import _triton_token_sums as triton_kernels
 
@@ -103,6 +107,6 @@ def normed_sums_kernel(
 
 
 def _chunk(rows: int, tokens: int, programs: int) -> int:
-    """Tokens per program such that about `programs` run, but no fewer than 32: what is written stays small beside g."""
+    """Tokens per program such that about `programs` programs run over `rows` independent sums, but no fewer than 32."""
     chunks = max(1, programs // max(1, rows))
     return max(32, -(-tokens // chunks))

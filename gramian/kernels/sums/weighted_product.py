@@ -1,4 +1,4 @@
-"""The weighted sum of per-sample gradients LᵀR as one product, with the weights kept in float32.
+"""The weighted sum of per-sample gradients LᵀR as one matrix product, with float32 weights.
 
 B samples, T tokens, M and N features.
 """
@@ -30,15 +30,15 @@ _SINGLE = (
 
 
 def weighted_product(left_BTM: Tensor, right_BTN: Tensor, weights_B: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Σ_b c_b L_bᵀR_b, rounded once: each sample's product is scaled by c_b before it joins the sum, both in float32.
+    """Σ_b c_b L_bᵀR_b, [M, N] in `out_dtype`, from L [B, T, M], R [B, T, N] and weights c [B], rounded once.
 
-    A sample of weight exactly 0 adds nothing, whatever it holds.
+    Each sample's product is scaled by c_b before it joins the sum, in float32 (float64 if a side is). A sample of weight
+    exactly 0 adds nothing, whatever it contains.
 
     Cost: 2·B·T·M·N FLOPs, one read of both sides per band of tiles, one write of [M, N]; where that is too few tiles to fill
     the device, up to B·T·M·N/2²⁵ more float32 [M, N] are written and summed.
 
-    Strides may be any; half precision whose rows do not begin on 16 bytes is copied once. The weights c are taken in float32
-    (in float64 if a side is). Returns [M, N].
+    Strides may be any; half precision whose rows do not begin on 16 bytes is copied once.
     """
     samples = len(left_BTM)
     if left_BTM.shape[:2] != right_BTN.shape[:2]:
@@ -52,7 +52,7 @@ def weighted_product(left_BTM: Tensor, right_BTN: Tensor, weights_B: Tensor, out
 
 @torch.no_grad()
 def weighted_product_twin(left_BTM: Tensor, right_BTN: Tensor, weights_B: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """`weighted_product` in plain torch: sample after sample."""
+    """`weighted_product`, Σ_b c_b L_bᵀR_b over samples b, in plain torch: sample after sample."""
     wide = wide_dtype(left_BTM, right_BTN)
     total_MN = left_BTM.new_zeros((left_BTM.shape[2], right_BTN.shape[2]), dtype=wide)
     weights_B = weights_B.to(wide)
@@ -74,10 +74,11 @@ def weighted_product_kernel(
     group: int = 8,
     descriptor: bool | None = None,
 ) -> Tensor:
-    """`weighted_product` in Triton: one program per tile of the result and part of the tokens.
+    """`weighted_product`, Σ_b c_b L_bᵀR_b, in Triton: one program per tile of the result and part of the tokens.
 
     `parts`: number of ranges of tokens, of all samples one after another, into which the sum is cut; None: as many as fill the
-    device with programs of at least 16 steps. Otherwise as `direct_squares_kernel`.
+    device with programs of at least 16 steps. `tiles` None: the cheapest for the shape; `group`: tile rows that are walked
+    together; `descriptor`: read by bulk copies (TMA), None: half precision where the device has them.
     """
     from gramian.kernels.sums import _triton_weighted_product as triton_kernels
 

@@ -1,4 +1,4 @@
-"""Stored per-sample gradients: their squared norms, and their weighted sum Σ_i c_i g_i.
+"""Stored per-sample gradients g_b: their squared norms, and their weighted sum Σ_b c_b g_b.
 
 B samples, N elements of each gradient.
 """
@@ -13,12 +13,11 @@ from gramian.plan.norm_algorithm import CHUNK_ELEMENTS
 
 
 def weighted_sum(kept_BN: Tensor, weights_B: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Σ_b c_b g_b, accumulated in float32.
+    """Σ_b c_b g_b of stored gradients g [B, N] with weights c [B], accumulated in float32; returns [N] in `out_dtype`.
 
-    A row of weight exactly 0 adds nothing, whatever it holds; the kernel does not read it.
-
-    The gradients have any strides; c is taken in float32 (in float64 if they are). Returns [N] in `out_dtype`, rounded once;
-    None: float32, or float64 if the gradients are. Cost: one read of the stored gradients, 4·N bytes written.
+    A row of weight exactly 0 adds nothing, whatever it contains; the kernel does not read it. Strides may be any; all is in
+    float64 if the gradients are. The result is rounded once; `out_dtype` None: the dtype of the sum. Cost: one read of the
+    gradients.
     """
     if weights_B.shape != kept_BN.shape[:1]:
         raise GramianError(f"weights: shape {list(weights_B.shape)}, expected one for each of the {len(kept_BN)} rows")
@@ -28,13 +27,13 @@ def weighted_sum(kept_BN: Tensor, weights_B: Tensor, out_dtype: torch.dtype | No
 
 
 def row_squares(kept_BN: Tensor) -> Tensor:
-    """‖g_b‖² of every row, [B] in float32; in float64 if the gradients are. Cost: one read of the stored gradients."""
+    """‖g_b‖² of each of B stored gradients [B, N]: [B] in float32; in float64 if the gradients are. Cost: one read of them."""
     return row_squares_kernel(kept_BN) if takes_kernel(kept_BN) else row_squares_twin(kept_BN)
 
 
 @torch.no_grad()
 def weighted_sum_twin(kept_BN: Tensor, weights_B: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    """`weighted_sum` in plain torch: row after row."""
+    """`weighted_sum`, Σ_b c_b g_b of stored gradients, in plain torch: row after row."""
     wide = wide_dtype(kept_BN)
     weights_B = weights_B.to(wide)
     total_N = kept_BN.new_zeros(kept_BN.shape[1], dtype=wide)
@@ -45,7 +44,7 @@ def weighted_sum_twin(kept_BN: Tensor, weights_B: Tensor, out_dtype: torch.dtype
 
 @torch.no_grad()
 def row_squares_twin(kept_BN: Tensor) -> Tensor:
-    """`row_squares` in plain torch: a chunk of columns at a time."""
+    """`row_squares`, the squared norm of each stored gradient, in plain torch: a chunk of columns at a time."""
     wide = wide_dtype(kept_BN)
     squares_B = kept_BN.new_zeros(len(kept_BN), dtype=wide)
     for some_BN in kept_BN.split(max(1, CHUNK_ELEMENTS // max(1, len(kept_BN))), dim=1):
@@ -57,7 +56,7 @@ def row_squares_twin(kept_BN: Tensor) -> Tensor:
 def weighted_sum_kernel(
     kept_BN: Tensor, weights_B: Tensor, out_dtype: torch.dtype | None = None, *, rows: int = 4, columns: int = 1024
 ) -> Tensor:
-    """`weighted_sum` in Triton: one program per block of `columns`, which runs down the rows, `rows` at once (powers of 2)."""
+    """`weighted_sum`, Σ_b c_b g_b, in Triton: a program adds up `columns` columns, `rows` rows at a time (powers of 2)."""
     from gramian.kernels.sums import _triton_weighted_sum as triton_kernels
 
     samples, width = kept_BN.shape
@@ -74,7 +73,7 @@ def weighted_sum_kernel(
 
 @torch.no_grad()
 def row_squares_kernel(kept_BN: Tensor, *, chunk: int = 1 << 15, columns: int = 2048) -> Tensor:
-    """`row_squares` in Triton: one program per row and chunk of columns; torch sums the chunks.
+    """`row_squares`, the squared norm of each row, in Triton: one program per row and chunk; torch sums the chunks.
 
     A program has `chunk` columns and reads `columns` of them at once, a power of two that divides it.
     """

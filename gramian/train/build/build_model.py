@@ -12,7 +12,7 @@ from gramian.train.config.config import Config
 
 
 def build_model(config: Config, vocabulary: int) -> nn.Module:
-    """Build the model for `vocabulary` token ids, with new weights or those of a Hugging Face folder."""
+    """Build the model that `config.model` describes for `vocabulary` token ids, with new or Hugging Face weights."""
     model, length, seed = config.model, config.data.length, config.run.seed
     if model.kind == "huggingface":
         return load_huggingface(str(model.path), model.fresh, vocabulary, length, seed)

@@ -13,7 +13,7 @@ from gramian.train.config.config_sections import OptimizerSection
 
 
 def build_optimizer(model: nn.Module, options: OptimizerSection, device: torch.device) -> Optimizer:
-    """Build AdamW or SGD over the model's trainable parameters, of which there must be one.
+    """Build AdamW or SGD over the model's trainable parameters; raises if there is none.
 
     The implementation "auto" is fused if there is such a kernel for the device, else foreach.
     """

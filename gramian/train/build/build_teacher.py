@@ -37,7 +37,7 @@ from gramian.train.state.saved_run import find_checkpoint, is_run, load_run
 def build_teaching(
     config: Config, world: ProcessGrid, numbers: Precision, training: Windows, source: LiveTeacher | Cache | None = None
 ) -> Teaching:
-    """Build the teacher of a run, from `source` if its signal exists already, with the initial state of distillation."""
+    """Build the teacher, its temperature and its feature switch for a distillation run; `source` None: as the config says."""
     options = _teacher_options(config)
     source = source or build_source(config, world, numbers, training)
     with _error_prefix("teacher."):
@@ -61,7 +61,7 @@ def build_teaching(
 
 
 def build_objective(config: Config, model: nn.Module, source: LiveTeacher | Cache) -> DistillObjective:
-    """Build the objective of a student that is on its device and not yet distributed over processes."""
+    """Build the distillation loss around a student `model` that is on its device and not yet distributed over processes."""
     options = _teacher_options(config)
     loss = RowObjective(options.direction, options.beta, options.kd_weight, options.ce_weight)
     features = None
@@ -77,7 +77,7 @@ def build_objective(config: Config, model: nn.Module, source: LiveTeacher | Cach
 
 
 def build_source(config: Config, world: ProcessGrid, numbers: Precision, training: Windows) -> LiveTeacher | Cache:
-    """Load the live teacher, or open its cache, which must be of the same data."""
+    """Load the live teacher, or open its cache, which must be of the same training data and weights."""
     options = _teacher_options(config)
     if options.source == "live":
         return live_teacher(config, world, numbers, training)
@@ -102,7 +102,7 @@ def build_source(config: Config, world: ProcessGrid, numbers: Precision, trainin
 
 
 def live_teacher(config: Config, world: ProcessGrid, numbers: Precision, training: Windows) -> LiveTeacher:
-    """Load the teacher's model, frozen, as a copy on every process or sharded."""
+    """Load the teacher's model, frozen: a copy on every process, or sharded by FSDP2 if the config or its size requires it."""
     options = _teacher_options(config)
     if not options.path:
         raise GramianError("teacher.path: expected the folder of the teacher's model")
@@ -118,13 +118,13 @@ def live_teacher(config: Config, world: ProcessGrid, numbers: Precision, trainin
 
 
 def teacher_fingerprint(path: str) -> str:
-    """Return the fingerprint of the weights in a folder, without loading them."""
+    """Return the fingerprint of the teacher's weight files in a model or run folder, without loading them."""
     folder = find_checkpoint(Path(path), "teacher.path")[1].folder if is_run(path) else Path(path)
     return fingerprint(list(folder.glob("*.safetensors")))
 
 
 def _must_shard(config: Config, world: ProcessGrid, numbers: Precision) -> bool:
-    """Return whether the planner shards the teacher because a full copy does not fit beside the student."""
+    """Return whether the memory planner shards the teacher because a full copy does not fit on a GPU beside the student."""
     if world.device.type != "cuda":
         return False
     from gramian.plan.parallel_strategy import decide
@@ -137,7 +137,7 @@ def _must_shard(config: Config, world: ProcessGrid, numbers: Precision) -> bool:
 
 
 def load_teacher(path: str, training: Windows, length: int) -> nn.Module:
-    """Load a model for this data, from a run's best checkpoint or from a Hugging Face folder.
+    """Load a teacher model for the training data from a run's best checkpoint or from a Hugging Face folder.
 
     Raises `GramianError` if it has another tokenizer, a smaller vocabulary or a shorter context.
     """
@@ -175,7 +175,7 @@ def _teacher_options(config: Config) -> TeacherSection:
 
 @contextmanager
 def _error_prefix(prefix: str) -> Iterator[None]:
-    """Prefix errors with the config key that they are about."""
+    """Context manager that puts the config key `prefix` in front of the message of a `GramianError`."""
     try:
         yield
     except GramianError as problem:
@@ -188,12 +188,12 @@ def _check_tokenizer(name: str, path: str, training: Windows) -> None:
 
 
 def cache_folder(config: Config) -> Path:
-    """Return the folder of a config's cache."""
+    """Return the folder of a config's teacher cache: teacher.cache, or the run folder's name with "-teacher"."""
     return Path(_teacher_options(config).cache or f"{config.run.folder.rstrip('/')}-teacher")
 
 
 def cache_options(config: Config, vocabulary: int) -> CacheOptions:
-    """Return the options of the cache that `gramian cache` writes, without ids beyond the `vocabulary` of the data."""
+    """Return what `gramian cache` writes for a config: kind of signal, and batch; ids beyond `vocabulary` are left out."""
     options, rows = _teacher_options(config), config.data.micro_batch or 8
     if options.source == "hidden":
         return CacheOptions(Hidden(options.dtype), batch=rows)

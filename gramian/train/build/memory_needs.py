@@ -1,4 +1,4 @@
-"""Compute the memory needs of a config from the shapes of its model, without allocating anything."""
+"""Compute what a run's memory depends on from its config and the shapes of its model, without allocating anything."""
 
 from dataclasses import replace
 from math import prod
@@ -26,7 +26,7 @@ GOOSE_KEPT = {True: 52.3, False: 25.3}
 
 
 def needs_of(config: Config, vocabulary: int, precision: Kind, device: str) -> Needs:
-    """Return the memory needs of a run; K-FAC and clipping are not counted, a row proof is.
+    """Return all that a run's device memory depends on, for the planners; K-FAC and clipping are not counted.
 
     Args:
         config: the run's config.
@@ -52,7 +52,7 @@ def needs_of(config: Config, vocabulary: int, precision: Kind, device: str) -> N
 
 
 def shape_of(config: Config, vocabulary: int) -> Transformer:
-    """Return the shape of a config's model."""
+    """Return the sizes (layers, widths, parameters) of a config's model for `vocabulary` token ids."""
     model, length = config.model, config.data.length
     if model.kind == "huggingface":
         return huggingface_shape(str(model.path))
@@ -67,7 +67,7 @@ def shape_of(config: Config, vocabulary: int) -> Transformer:
 
 
 def teacher_of(teacher: TeacherSection, precision: Kind) -> transformer_memory.TeacherShape | None:
-    """Return the shape of a live teacher; None if its signal is read from a cache."""
+    """Return the sizes of a live teacher's model and the bytes of its weights; None if its signal is read from a cache."""
     if teacher.source != "live":
         return None
     itemsize = transformer_memory.STORED[precision]
@@ -87,7 +87,7 @@ def vocabulary_of(data: DataSection) -> int:
 
 
 def huggingface_shape(path: str, field: str = "model.path") -> Transformer:
-    """Return the shape of a causal language model in a folder: its parameters on the meta device, the rest from its config.
+    """Return the sizes of a Hugging Face language model: parameters counted on the meta device, the rest from its config.
 
     Errors name the config key `field`.
     """

@@ -35,7 +35,7 @@ from gramian.train.loop.stepper import Stepper
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a run."""
+    """All parts of a run: config, data, model, loss, optimizer and stepper."""
 
     config: Config
     world: ProcessGrid
@@ -44,17 +44,17 @@ class Parts:
     validation: Windows
     model: nn.Module
     module: nn.Module
-    """Model and loss, distributed over processes."""
+    """Model and loss as one module, distributed over processes."""
     teaching: Teaching | None
     optimizer: Optimizer
     stepper: Stepper
     batches: Batches | None
-    """None if the run is private: its stepper draws its own batches."""
+    """The batches of training data; None if the run is private, because its stepper draws its own."""
     host: HostPlan
-    """Plan of the snapshots in host memory."""
+    """Plan of the snapshots of the state in host memory."""
 
     def batches_from(self, position: int, skipped: Collection[int]) -> Iterator[StepBatch] | Iterator[Draw]:
-        """Iterate over the batches from a data position on; rows of a cached teacher are read one step ahead."""
+        """Iterate over the batches from a data position on, without the positions in `skipped`; a private run's draws go on."""
         if self.batches is not None:
             batches = self.batches.from_position(position, skipped)
             source = None if self.teaching is None else self.teaching.source
@@ -70,7 +70,7 @@ class Parts:
         return {**found, **self.stepper.data_digests()}
 
     def field_of(self, part: str) -> str:
-        """Return the config key that names a part of the data."""
+        """Return the config key that names a part of the data: "training", "validation" or "curvature"."""
         data = self.config.data
         if part == "curvature":
             return "kfac.public_files"
@@ -123,7 +123,7 @@ def build(config: Config, world: ProcessGrid) -> Parts:
 def build_objective(
     config: Config, world: ProcessGrid, numbers: Precision, training: Windows, model: nn.Module
 ) -> tuple[nn.Module, Teaching | None]:
-    """Build model and loss, and the teacher if there is one."""
+    """Build the loss around `model`, and the teacher if the config has one; returns (model and loss, teacher or None)."""
     if config.teacher is None:
         return Objective(model), None
     from gramian.train.build import build_teacher
@@ -133,7 +133,7 @@ def build_objective(
 
 
 def compile_model(model: nn.Module, mode: str, hidden: bool) -> None:
-    """Compile the forward pass of a model, or with `hidden` that of its body, because a student's loss applies the head."""
+    """Compile the forward pass of a model; with `hidden` that of its body only, because a student's loss applies the head."""
     how: Any = None if mode == "default" else mode
     if not hidden:
         model.compile(mode=how)
@@ -155,7 +155,7 @@ def build_stepper(
     teaching: Teaching | None = None,
     public: nn.Module | None = None,
 ) -> Stepper:
-    """Build the stepper of a run: plain, with natural gradients, distilling, or private.
+    """Build what takes the optimizer steps of a run: plain, with natural gradients, distilling, or private.
 
     `module` is the objective, distributed over processes; `public` a copy of it for public data, with [kfac] and [privacy].
     """
@@ -177,7 +177,7 @@ def build_stepper(
 
 
 def build_kfac(config: Config) -> KFACNaturalGradient:
-    """Build the preconditioner of [kfac]; options that are None have the library's defaults."""
+    """Build the K-FAC preconditioner that section [kfac] describes; options that are None have the library's defaults."""
     assert config.kfac is not None
     given: dict[str, Any] = {
         name: value

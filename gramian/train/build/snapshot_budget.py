@@ -17,7 +17,7 @@ from gramian.train.loop.precision import Precision
 
 
 def available_memory() -> int:
-    """Return the bytes that processes can still allocate on this host, or in its container."""
+    """Return the bytes that processes can still allocate on this host, or in the container's limit if that is lower."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
     free = 1024 * int(fields["MemAvailable"].split()[0])
     group = Path("/sys/fs/cgroup")
@@ -30,14 +30,14 @@ def available_memory() -> int:
 
 
 def factor_bytes(plan: CurvaturePlan) -> int:
-    """Return the bytes of K-FAC's stored factors in a plan for one process; a snapshot of any process contains all of them."""
+    """Return the bytes of all stored K-FAC factors in a curvature plan; a snapshot of any process contains all of them."""
     return sum(total.settled for total in plan.totals.values())
 
 
 def plan_snapshots(
     config: Config, world: ProcessGrid, numbers: Precision, model: nn.Module, kfac: KFACNaturalGradient | None
 ) -> HostPlan:
-    """Plan the number of snapshots (collective): the minimum over the processes of what fits.
+    """Plan how many copies of the run's state each process keeps in host memory: the minimum over processes (collective).
 
     `model` is not yet distributed over processes. Raises `GramianError` on all processes if the minimum that a run needs does
     not fit on one of them.

@@ -28,7 +28,8 @@ RUN_ONLY = (
     ("data", "prefetch"), ("checkpoint", "snapshots"), ("doctor", "overfit_steps"), ("doctor", "overfit_windows"),
     ("teacher", "cache"), ("teacher", "strategy"), ("teacher", "correlation"), ("eval", "dead"), ("eval", "saturated"),
 )  # fmt: skip
-"""Keys that cannot change a run's numbers. Most keys of [checkpoint] can, because a rollback returns to a snapshot."""
+"""(section, key) of config keys that cannot change a run's numbers, so that the config's hash omits them.
+Most keys of [checkpoint] can change them, because a rollback returns to a snapshot."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Config:
 
     @property
     def hash(self) -> str:
-        """Hex digest of every key that can change the run's numbers."""
+        """Hex digest of every config key that can change the run's numbers."""
         tables = dataclasses.asdict(self)
         for section, key in RUN_ONLY:
             if tables[section] is not None:
@@ -99,7 +100,7 @@ SECTIONS: dict[str, type] = {
     name: next(part for part in (hint, *typing.get_args(hint)) if isinstance(part, type) and part is not NoneType)
     for name, hint in typing.get_type_hints(Config).items()
 }
-"""{section: its dataclass}."""
+"""{name of a config section: its dataclass}."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -179,7 +180,7 @@ def _validation_message(problem: str, tables: Mapping[str, Any]) -> str:
 
 
 def _choices(hint: Any) -> list[Any]:
-    """Values of the `Literal` types inside a type."""
+    """All values of the `Literal` types inside the type `hint`."""
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
         return list(arguments)

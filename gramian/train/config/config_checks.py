@@ -17,7 +17,7 @@ from gramian.train.config import config_sections as sections
 
 
 def check_values(section: str, options: Any) -> None:
-    """Refuse numbers that are not finite, and text that cannot be written to a file or used as a path."""
+    """Raise for numbers of a section that are not finite, and for text that cannot be written to a file or used as a path."""
     for key, value in dataclasses.asdict(options).items():
         for single in value if isinstance(value, tuple) else (value,):
             if isinstance(single, float) and not math.isfinite(single):
@@ -29,7 +29,7 @@ def check_values(section: str, options: Any) -> None:
 def check_run(
     run: sections.RunSection, schedule: sections.ScheduleSection, optimizer: sections.OptimizerSection
 ) -> None:
-    """Check the run's folder and that the schedule fits into its steps."""
+    """Check that the run has a folder, that warm-up is shorter than the run, and that schedule.floor is not above the peak."""
     if not run.folder:
         raise GramianError("run.folder: is empty; expected a folder")
     if schedule.warmup >= run.steps:
@@ -39,7 +39,7 @@ def check_run(
 
 
 def check_model(model: sections.ModelSection) -> None:
-    """Check the options that depend on the kind of model."""
+    """Check the model options that depend on the kind of model: head count, and the path of a Hugging Face folder."""
     if model.kind == "gpt" and model.width % model.heads:
         raise GramianError(f"model.width: expected a multiple of model.heads ({model.heads}), got {model.width}")
     if model.kind == "huggingface" and model.path is None:
@@ -49,7 +49,7 @@ def check_model(model: sections.ModelSection) -> None:
 
 
 def check_data(data: DataSection, model: sections.ModelSection) -> None:
-    """Check the files against the kind of data, and how windows are cut."""
+    """Check that files are given exactly where the kind of data needs them, and that stride, packing and isolation fit."""
     if data.source == "embedded" and (data.files or data.validation_files):
         raise GramianError('data.files: are not read; expected data.source = "text", "jsonl" or "tokens"')
     if data.source != "embedded" and not data.files:
@@ -64,7 +64,7 @@ def check_data(data: DataSection, model: sections.ModelSection) -> None:
 
 
 def check_kfac(kfac: sections.KFACSection, privacy: sections.PrivacySection | None) -> None:
-    """Check the memory budget, and that curvature does not read private data."""
+    """Check K-FAC's memory budget, and that curvature of a private run is estimated on public files."""
     if parse_bytes("kfac.memory_budget", kfac.memory_budget) == 0:
         raise GramianError("kfac.memory_budget: expected more than 0 bytes, or none for no limit")
     if privacy is not None and not kfac.public_files:
@@ -74,7 +74,7 @@ def check_kfac(kfac: sections.KFACSection, privacy: sections.PrivacySection | No
 
 
 def check_privacy(privacy: sections.PrivacySection, data: DataSection) -> None:
-    """Check that the noise is given in one way, and that decisions read no private data."""
+    """Check that either noise or a target ε is given, and that validation files exist where validation loss may decide."""
     if (privacy.noise_multiplier is None) == (privacy.target_epsilon is None):
         raise GramianError("privacy.noise_multiplier: expected either it or privacy.target_epsilon")
     check_proof(privacy.proof, "privacy.proof")
@@ -88,7 +88,7 @@ def check_privacy(privacy: sections.PrivacySection, data: DataSection) -> None:
 def check_teacher(
     teacher: sections.TeacherSection, kfac: sections.KFACSection | None, privacy: sections.PrivacySection | None
 ) -> None:
-    """Check that the loss, its features and its temperature fit the source of the teacher's signal."""
+    """Check that distillation options fit the source of the teacher's signal, and that [kfac] and [privacy] are absent."""
     for section, options in (("kfac", kfac), ("privacy", privacy)):
         if options is not None:
             raise GramianError(
@@ -114,7 +114,7 @@ def check_teacher(
 
 
 def resolve_tokenizer(data: DataSection, model: sections.ModelSection) -> str:
-    """Return the tokenizer that data.tokenizer = "auto" stands for; text for a Hugging Face model is never cut into bytes.
+    """Return the tokenizer's name or folder; "auto" is that of a Hugging Face model's folder, else "bytes".
 
     Raises `GramianError` if the model's folder has no tokenizer, and text has to be read.
     """

@@ -1,11 +1,11 @@
-"""The result of one check of a run."""
+"""The result of one check of a run by the doctor."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 NAMED = 3
-"""Maximum number of names in a hint; the details list all of them."""
+"""Maximum number of parameter or file names in a hint; the check's details list all of them."""
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,12 @@ class Check:
     hint: str = ""
     """Advice if the check failed, or a remark if it passed."""
     value: float = math.nan
-    """The measured number, if there is one."""
+    """The measured number; NaN if there is none."""
     details: tuple[str, ...] = ()
-    """One line per parameter, graph break, …"""
+    """One line for each finding, such as a parameter or a graph break."""
 
 
 def named(names: Sequence[str]) -> str:
-    """Join the first few names, and count the rest."""
+    """Join the first three names, and count the rest: "a, b, c and 4 more"."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f"{', '.join(names[:NAMED])}{more}"

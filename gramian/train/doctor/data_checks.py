@@ -34,7 +34,7 @@ def examine_data(data: DataSection) -> tuple[list[Check], Windows | None]:
 
 
 def check_files(data: DataSection) -> list[Check]:
-    """Count truncated files."""
+    """Check that no data file is cut off; no check for the embedded corpus."""
     if data.source == "embedded":
         return []
     truncated = truncated_files(data)

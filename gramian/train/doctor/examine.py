@@ -40,12 +40,12 @@ from gramian.train.doctor.teacher.teacher_checks import teacher
 from gramian.train.loop.precision import resolve_precision, set_globals
 
 OnProgress = Callable[[int, int, str], None]
-"""Called with (units done, total units, current activity)."""
+"""Callback for a progress bar: (units done, total units, current activity)."""
 
 
 @dataclass(frozen=True)
 class CheckStage:
-    """A check, the name that it has in progress and failures, and the configs that it applies to."""
+    """A check, its name in progress messages and failures, and a function that says which configs it applies to."""
 
     name: str
     check: Callable[[ExaminedRun], list[Check]]
@@ -79,7 +79,7 @@ def examine(
     make: Callable[[], nn.Module] | None = None,
     on_progress: OnProgress = lambda done, total, message: None,
 ) -> list[Check]:
-    """Run all checks in order; a check that crashes has failed.
+    """Run all checks of a run in order and return their results; a check that crashes has failed.
 
     Takes half a minute on a CPU for the default config, mostly for overfitting a few windows.
 
@@ -130,7 +130,7 @@ def device_of(config: Config) -> torch.device:
 
 
 def _refuse_missing_files(config: Config) -> None:
-    """Refuse public files that do not exist before a late check needs them."""
+    """Raise if a file of kfac.public_files does not exist, before a late check needs it."""
     if config.kfac is not None and config.kfac.public_files:
         source = "text" if config.data.source == "embedded" else config.data.source
         find_files(config.kfac.public_files, source, "kfac.public_files")
@@ -164,7 +164,7 @@ def _out_of_memory(name: str) -> Check:
 
 @contextmanager
 def _settings_of_a_run(config: Config, device: torch.device) -> Iterator[None]:
-    """Set the process-wide settings and generators as in a run, and restore them."""
+    """Context manager that sets TF32, determinism and random generators as a run does, and restores them."""
     precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn
     before = cudnn.allow_tf32, cudnn.benchmark
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -181,13 +181,13 @@ def _settings_of_a_run(config: Config, device: torch.device) -> Iterator[None]:
 
 @dataclass
 class _Progress:
-    """Units done: one per check, and one per step of the overfit check."""
+    """Counts units of progress: one per check, and one per step of the overfit check."""
 
     on_progress: OnProgress
     total: int
     done: int = 0
 
     def next(self, message: str) -> None:
-        """Report that the next unit begins."""
+        """Report that the unit `message` begins."""
         self.on_progress(self.done, self.total, message)
         self.done = min(self.done + 1, self.total)

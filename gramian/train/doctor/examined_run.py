@@ -20,29 +20,29 @@ from gramian.train.loop.plain_stepper import PlainStepper
 from gramian.train.loop.precision import Precision
 
 ROWS = 16
-"""Windows of an examined batch."""
+"""Number of windows of an examined batch."""
 BATCHES = 3
-"""Batches that checks share."""
+"""Number of batches that checks share."""
 
 
 @dataclass(eq=False)
 class ExaminedRun:
-    """A config, and what its run consists of: the argument of every check."""
+    """A config, and the data, models and steppers of its run: the argument of every check."""
 
     config: Config
     numbers: Precision
     world: ProcessGrid
-    """A world of one process."""
+    """The process grid, of one process."""
     windows: Windows
-    """Training data."""
+    """The training windows."""
     make: Callable[[], nn.Module]
-    """Builds a model with its initial weights."""
+    """Function that builds a model with its initial weights."""
     on_step: Callable[[str], None] = lambda message: None
     """Called with a progress message by checks that take many steps."""
 
     @property
     def backward_windows(self) -> int:
-        """Windows per backward pass of the run: no check stores activations of more."""
+        """Number of windows per backward pass of the run: no check stores activations of more."""
         return self.config.data.micro_batch or self.config.data.batch
 
     @property
@@ -52,23 +52,23 @@ class ExaminedRun:
 
     @cached_property
     def trial_stepper(self) -> PlainStepper:
-        """Plain stepper that consecutive checks share: with initial weights at first, after a few steps later."""
+        """Plain stepper that consecutive checks share: its model has initial weights at first, and a few steps later on."""
         return self.stepper(self.model())
 
     @property
     def trial_model(self) -> nn.Module:
-        """The model of `trial_stepper`."""
+        """The model that `trial_stepper` trains."""
         model: nn.Module = self.trial_stepper.module.model  # type: ignore[assignment]
         return model
 
     @cached_property
     def batches(self) -> list[StepBatch]:
-        """The first batches of the run."""
+        """The first `BATCHES` batches of the run."""
         return [self.batch(position=position) for position in range(BATCHES)]
 
     @property
     def rows(self) -> dict[str, Tensor]:
-        """All windows of the first batch, [R, T] under each name."""
+        """All windows of the first batch, {name: [windows, T]}."""
         return rows_of(self.batches[0])
 
     def model(self) -> nn.Module:
@@ -118,5 +118,5 @@ def without_dropout(model: nn.Module) -> None:
 
 
 def rows_of(batch: StepBatch) -> dict[str, torch.Tensor]:
-    """Concatenate all micro-batches: [R, T] under each name."""
+    """Concatenate all micro-batches of a batch: {name: [windows, T]}, without the window indices."""
     return {name: torch.cat([micro[name] for micro in batch.micro]) for name in batch.micro[0] if name != "windows"}

@@ -10,43 +10,43 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StepAttempt:
-    """One optimizer step that was tried."""
+    """One optimizer step that was tried: its number, batch and learning rate."""
 
     number: int
-    """Counts all attempts, also those rolled back later."""
+    """Number of the attempt, counting also those that were rolled back later."""
     step: int
-    """Step of the run; the first is 0."""
+    """Index of the optimizer step in the run; the first is 0."""
     position: int
-    """Position of its batch in the data."""
+    """Data position of the step's batch: its index in the run's sequence of batches."""
     rate: float
-    """Learning rate."""
+    """Learning rate of the step."""
     stepped: bool
-    """False if the loss scaler skipped the step."""
+    """Whether the optimizer stepped; False if the loss scaler skipped the step."""
     scale: float | None
-    """Loss scale after the step."""
+    """Loss scale after the step; None without a loss scaler."""
     repeated: bool = False
-    """Computed again after a rollback, on the way to the step that failed; it was judged and logged the first time."""
+    """Whether the step is computed again after a rollback, on the way to the step that failed; it is not logged twice."""
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """An attempt and its metrics."""
+    """A tried optimizer step and its metrics, after they have arrived on the host."""
 
     attempt: StepAttempt
     loss: float
-    """Mean per token, in nats."""
+    """Mean loss per token, in nats."""
     grad_norm: float
     tokens: int
     flagged: bool
-    """Whether a process raised a flag: it was asked to end."""
+    """Whether any process was asked to end (a signal arrived)."""
     extra: dict[str, float] = field(default_factory=dict)
-    """Further metrics of the stepper, by name."""
+    """Further metrics that the kind of training reports, {name: value}."""
 
 
 class DeferredMetrics:
-    """Metrics that are being copied to the host, in the order of their steps.
+    """Metrics of recent steps that are being copied from the device to the host, in the order of their steps.
 
-    `names` are those of the values behind the first four (`Stepper.extra`).
+    `names` are those of the values after loss, flags, tokens and gradient norm (`Stepper.extra`).
     """
 
     def __init__(self, names: Sequence[str] = ()) -> None:
@@ -54,7 +54,7 @@ class DeferredMetrics:
         self._waiting: deque[tuple[StepAttempt, Tensor, torch.cuda.Event | None]] = deque()
 
     def add(self, attempt: StepAttempt, values: Tensor) -> None:
-        """Start to copy the values of a step (`TakenStep.values`)."""
+        """Start to copy the values of a step (`TakenStep.values`) to the host."""
         if values.is_cuda:
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             host.copy_(values, non_blocking=True)
@@ -65,7 +65,7 @@ class DeferredMetrics:
             self._waiting.append((attempt, values.detach().clone(), None))
 
     def read(self, wait: bool) -> list[StepOutcome]:
-        """Metrics that have arrived: on a GPU all but those of the newest step, unless `wait`."""
+        """Return the metrics that have arrived on the host: on a GPU all but the newest step's; `wait` waits for all."""
         found = []
         while self._waiting and (wait or len(self._waiting) > 1 or self._waiting[0][2] is None):
             attempt, host, event = self._waiting.popleft()
@@ -77,5 +77,5 @@ class DeferredMetrics:
         return found
 
     def clear(self) -> None:
-        """Forget metrics that were not read."""
+        """Discard all metrics that were not read yet."""
         self._waiting.clear()

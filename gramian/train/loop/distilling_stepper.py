@@ -1,4 +1,4 @@
-"""An optimizer step of a student: the plain step, with the teacher's signal and the learned temperature beside it."""
+"""Takes the optimizer steps of a student: plain steps, with the teacher's signal in the loss and a learned temperature."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from gramian.train.loop.stepper import Event
 
 
 class DistillingStepper(PlainStepper):
-    """Distillation from a live or a cached teacher.
+    """Takes the optimizer steps of a student that is distilled from a live or a cached teacher.
 
     Takes the arguments of `PlainStepper`, with a distillation objective as module, and the teacher with its temperature.
     """
@@ -24,36 +24,36 @@ class DistillingStepper(PlainStepper):
         self.teaching = teaching
 
     def teacher(self) -> str:
-        """Hash of the teacher; collective where it is sharded."""
+        """Hash of the teacher's weights; collective where the teacher is sharded."""
         return self.teaching.teacher
 
     def begin(self, step: int) -> None:
-        """Announce the number of the next step to the temperature's schedule."""
+        """Pass the number of the next step to the temperature's schedule."""
         self.teaching.begin(step)
 
     def sections(self) -> dict[str, Any]:
-        """State of K-FAC and of the temperature."""
+        """State by section: K-FAC's, and the teaching's (temperature, feature switch, observed correlation)."""
         return {**super().sections(), "teaching": self.teaching.state_dict()}
 
     def judged_sections(self) -> dict[str, Any]:
-        """What the teacher's metrics of past steps have shown."""
+        """The teaching's state that follows from metrics of past steps: feature switch, correlation, and warnings given."""
         return {"teaching": self.teaching.observed_state()}
 
     def load_sections(self, sections: Mapping[str, Any], validated: int | None = None) -> None:
-        """Restore K-FAC and the temperature; see `Stepper.load_sections`."""
+        """Restore K-FAC, temperature and feature switch; in a rollback, validations up to step `validated` are not repeated."""
         super().load_sections(sections, validated)
         self.teaching.load_state_dict(sections["teaching"], validated)
 
     def metrics(self, outcome: StepOutcome) -> dict[str, Any]:
-        """Distillation losses, agreement with the teacher and the temperature."""
+        """Metrics of a step for the log: distillation losses, agreement with the teacher and the temperature."""
         return step_metrics(outcome.extra, outcome.tokens)
 
     def observe(self, outcome: StepOutcome) -> list[Event]:
-        """Take note of the agreement with the teacher; returns events for the log."""
+        """Remember the correlation with the teacher; returns an event for the log if the temperature stays at a bound."""
         return self.teaching.observe_step(outcome.extra)
 
     def validated(self, step: int, loss: float) -> list[Event]:
-        """Switch off feature losses where the validation loss says so; returns events for the log."""
+        """Switch off feature losses if the validation loss rises, and warn of a low correlation; returns events for the log."""
         return self.teaching.validated(step, loss)
 
     def _arguments(self, micro: dict[str, Tensor]) -> dict[str, Any]:

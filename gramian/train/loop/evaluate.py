@@ -17,7 +17,7 @@ from gramian.train.loop.objective import IGNORED, Measured
 
 
 def evaluate(parts: Parts, windows: int) -> Measured:
-    """Loss on `windows` validation windows (or all), spread evenly over the data; the same on every process (collective)."""
+    """Summed loss of `windows` validation windows, spread evenly over the data; the same on every process (collective)."""
     count = min(windows, len(parts.validation))
     chosen = np.unique(np.linspace(0, len(parts.validation) - 1, count).round().astype(np.int64))
     rows = max(1, parts.config.data.micro_batch or 16)
@@ -31,7 +31,7 @@ def evaluate(parts: Parts, windows: int) -> Measured:
 
 
 def health_of(parts: Parts) -> tuple[dict[str, Any], list[str]]:
-    """Health of a model beside its loss: spike rates of a `Goose`, similarity (CKA) of a student to its teacher (collective).
+    """Health of a model: spike rates of a `Goose`, and the similarity (CKA) of a student to its teacher (collective).
 
     Returns numbers for the log, and a line for each that is out of bounds.
     """
@@ -68,7 +68,7 @@ def weights_are_finite(parts: Parts) -> bool:
 def _pieces(
     windows: Windows, chosen: np.ndarray, rows: int, world: ProcessGrid
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """Micro-batches of this process; all processes run equally many, and one without windows left gets a row of weight 0."""
+    """Micro-batches of this process's windows; all processes yield equally many, one without windows a row without targets."""
     share = -(-len(chosen) // world.size)
     mine = chosen[world.rank * share : (world.rank + 1) * share]
     for start in range(0, share, rows):

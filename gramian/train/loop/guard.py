@@ -3,17 +3,18 @@
 | fault | condition | verdict |
 |---|---|---|
 | not finite | the loss is not, or a gradient is not and no loss scale explains it | rollback |
-| loss spike | loss > median + max(d·1.4826·MAD, nats), on two of three steps | rollback |
-| long gradient | norm > factor × median, d·1.4826·MAD in logarithms, and twice the longest, on one step | rollback |
-| falling scale | so many halvings of the loss scale within the window | rollback |
+| loss spike | loss > median + max(d·1.4826·MAD, `spike_nats`), on two of three steps | rollback |
+| long gradient | norm > `gradient_factor` × median, d·1.4826·MAD in logarithms, and twice the longest | rollback |
+| falling scale | `halvings` halvings of the loss scale within the window | rollback |
 | one high loss | as a spike, but alone | advice |
 | clipping | more clipped steps in a window than `clip_share` | advice, once per window |
 
-Medians and MADs (median absolute deviations) are over the last `window` sound steps; suspicious steps never enter them, and
-nothing is compared before there are `ENOUGH`. A loss is judged in nats above the median, not as a multiple of it, so that a
-collapse to the uniform distribution (ln V) is detected from any loss and for any vocabulary. A linear drift never fires,
-however steep: over a window it rises by R, is R/2 above the median and has d·1.4826·MAD = 2.2·R for d = 6. For the same reason,
-and because a gradient is also compared with the longest of the window, gradients that grow step by step are not a fault.
+d is `spike_deviations`. Medians and MADs (median absolute deviations) are over the last `window` sound steps; suspicious steps
+never enter them, and nothing is compared before there are `ENOUGH`. A loss is judged in nats above the median, not as a
+multiple of it, so that a collapse to the uniform distribution (ln V) is detected from any loss and for any vocabulary. A linear
+drift never fires, however steep: over a window it rises by R, is R/2 above the median and has d·1.4826·MAD = 2.2·R for d = 6.
+For the same reason, and because a gradient is also compared with the longest of the window, gradients that grow step by step
+are not a fault.
 
 The loss of a step is computed before its update, so the step before may have caused a bad loss: it is taken back and skipped as
 well. Halvings before the first finite gradient are the scaler's search for a scale, and count only below 1.
@@ -32,22 +33,22 @@ from gramian.core.errors import GramianError
 from gramian.train.config import config_sections
 
 ENOUGH = 20
-"""Sound steps before a loss or a norm is compared with them; the window, where that is shorter."""
+"""Number of sound steps before a loss or a norm is compared with them; guard.window, where that is smaller."""
 ROLLBACK_STEPS = 1000
-"""Steps within which `max_rollbacks` are allowed."""
+"""Number of steps within which `max_rollbacks` rollbacks are allowed."""
 NORMAL = 1.4826
-"""Ratio of the standard deviation to the MAD of a normal distribution."""
+"""Ratio of the standard deviation to the median absolute deviation of a normal distribution."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Numbers of one optimizer step, the same on every process."""
+    """Loss, gradient norm and loss scale of one optimizer step, the same on every process."""
 
     step: int
     loss: float | None
-    """Mean over the step's tokens, in nats, before the update; None if the loss must not decide."""
+    """Mean loss over the step's tokens, in nats, before the update; None if the loss must not decide."""
     grad_norm: float
-    """Norm of the unscaled gradient, before clipping."""
+    """Norm of the gradient without the loss scale, before clipping."""
     finite: bool = True
     """Whether every gradient was finite."""
     scale: float | None = None
@@ -57,36 +58,36 @@ class Observation:
 
 @dataclass(frozen=True)
 class Fine:
-    """Verdict: continue."""
+    """Verdict of the guard on a step: continue."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Verdict: continue, and log the text."""
+    """Verdict of the guard on a step: continue, and log the text."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Rollback:
-    """Verdict: restore the newest state before a step, and skip the data of some steps from now on."""
+    """Verdict of the guard: restore the newest state before a step, and skip the data of some steps from now on."""
 
     to_before: int
-    """The first suspicious step; the state to restore is from before it."""
+    """Number of the first suspicious step; the state to restore is from before it."""
     skip: tuple[int, ...]
-    """Steps whose data is skipped."""
+    """Numbers of the steps whose data is skipped from now on."""
     reason: str
     lr_factor: float
-    """`Guard.lr_scale` at `to_before`."""
+    """Factor of the learning rate at step `to_before`, given by `Guard.lr_scale`."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Verdict: end the run."""
+    """Verdict of the guard: end the run."""
 
     reason: str
     report: str
-    """The reason and the rollbacks before it, a line each."""
+    """The reason for the end and the rollbacks before it, a line each."""
 
 
 Verdict = Fine | Advice | Rollback | Stop
@@ -94,7 +95,7 @@ Verdict = Fine | Advice | Rollback | Stop
 
 @dataclass(frozen=True)
 class _Sound:
-    """A step that the medians include; the norm is None where the scaler skipped the step."""
+    """A step without suspicion, which the medians include; its norm is None where the loss scaler skipped the step."""
 
     step: int
     loss: float | None
@@ -103,7 +104,7 @@ class _Sound:
 
 @dataclass(frozen=True)
 class _PastRollback:
-    """A rollback that was ordered."""
+    """A rollback that the guard ordered earlier, and why."""
 
     step: int
     to_before: int
@@ -111,7 +112,7 @@ class _PastRollback:
 
 
 class Guard:
-    """Judges every step of a run; the caller passes it to `observe` and follows the verdict.
+    """Judges every step of a run; the caller passes each step's numbers to `observe` and follows the verdict.
 
     After a rollback, steps come again: when a step is observed anew, the earlier observations of it and of all later ones are
     forgotten. A step that the scaler skipped may be followed by another of the same number. Rollbacks are not forgotten, so the
@@ -126,7 +127,7 @@ class Guard:
         self.options = options
         self._sound: list[_Sound] = []
         self._recent: list[tuple[int, bool]] = []
-        """The last three steps, and whether their loss was high."""
+        """(step, whether its loss was high) of the last three steps."""
         self._clipped: list[tuple[int, bool]] = []
         self._halved: list[int] = []
         self._scale: float | None = None
@@ -134,7 +135,7 @@ class Guard:
         self._rollbacks: list[_PastRollback] = []
 
     def observe(self, seen: Observation) -> Verdict:
-        """Judge a step: what to do before the next. Step numbers decrease only after a rollback."""
+        """Judge the numbers of a step: returns what to do before the next. Step numbers decrease only after a rollback."""
         if not self.options.on:
             return Fine()
         if not self._recent or seen.step < self._recent[-1][0]:
@@ -165,11 +166,11 @@ class Guard:
         return Advice("; ".join(advice)) if advice else Fine()
 
     def broken(self, step: int, reason: str) -> Verdict:
-        """Verdict on the last observed step if its numbers were sound but something shows that the model is broken."""
+        """Verdict on the last observed step when something other than its metrics, `reason`, shows that the model is broken."""
         return self._fault(step, reason) if self.options.on else Fine()
 
     def lr_scale(self, step: int) -> float:
-        """Factor of the schedule's learning rate at a step.
+        """Factor of the schedule's learning rate at a step, below 1 for some time after a rollback.
 
         Each rollback contributes f = `lr_factor` at its first suspicious step t and returns to 1 linearly:
         f + (1 − f)·(step − t)/lr_return. Factors of several rollbacks multiply. Steps before t are repeated unchanged, so that
@@ -184,11 +185,11 @@ class Guard:
 
     @property
     def calm(self) -> bool:
-        """Whether none of the last steps is under suspicion, so that no later rollback goes behind a state copied now."""
+        """Whether none of the last three losses was high, so that no later rollback goes behind a state copied now."""
         return not any(high for _, high in self._recent)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that `observe` remembers, as JSON values."""
+        """All that the guard remembers of past steps and rollbacks, as JSON values."""
         return {
             "sound": [[sound.step, sound.loss, sound.log_norm] for sound in self._sound],
             "recent": [list(entry) for entry in self._recent],
@@ -200,7 +201,7 @@ class Guard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken; raises `GramianError` if a key is missing or unknown."""
+        """Restore what `state_dict` returned; raises `GramianError` if a key is missing or unknown."""
         if set(state) != set(self.state_dict()):
             raise GramianError(f"guard state: got {sorted(state)}; expected {sorted(self.state_dict())}")
         self._sound = [_Sound(*entry) for entry in state["sound"]]
@@ -212,14 +213,14 @@ class Guard:
         self._rollbacks = [_PastRollback(**past) for past in state["taken"]]
 
     def _forget_from(self, step: int) -> None:
-        """Forget the observations of a step and of later ones, because it is observed again."""
+        """Forget the observations of `step` and of later steps, because it is observed again."""
         self._sound = [sound for sound in self._sound if sound.step < step]
         self._recent = [entry for entry in self._recent if entry[0] < step]
         self._clipped = [entry for entry in self._clipped if entry[0] < step]
         self._halved = [halved for halved in self._halved if halved < step]
 
     def _high_loss(self, loss: float | None) -> str:
-        """Why a loss is high; empty if it is not."""
+        """Text that says why a loss is too high; "" if it is not."""
         if loss is None:
             return ""
         if not math.isfinite(loss):
@@ -234,7 +235,7 @@ class Guard:
         return f"the loss {loss:.4g} is more than {allowed:.3g} nats above its median {middle:.4g}"
 
     def _long_gradient(self, norm: float) -> str:
-        """Why a gradient is too long; empty if it is not."""
+        """Text that says why a gradient norm is too large; "" if it is not."""
         logs = [sound.log_norm for sound in self._sound if sound.log_norm is not None]
         if not self._enough(logs) or norm <= 0:
             return ""
@@ -254,7 +255,7 @@ class Guard:
         return len(values) >= min(ENOUGH, self.options.window)
 
     def _suspects(self, step: int) -> tuple[int, ...]:
-        """The step, the overflows of a falling loss scale, and all steps from the one before the first high loss on."""
+        """Numbers of the suspicious steps: `step`, overflows of a falling loss scale, all from before the first high loss."""
         steps = {step, *(self._halved if len(self._halved) >= self.options.halvings else [])}
         high = [seen for seen, was_high in self._recent if was_high]
         if high:
@@ -264,7 +265,7 @@ class Guard:
         return tuple(sorted(steps))
 
     def _note_scale(self, seen: Observation, finite: bool) -> None:
-        """Remember a halving, unless the scaler is still searching for its first scale."""
+        """Remember a halving of the loss scale, unless the scaler is still searching for its first scale."""
         fell = seen.scale is not None and self._scale is not None and seen.scale < self._scale
         if fell and (not self._searching or (seen.scale or 0) < 1):
             self._halved.append(seen.step)
@@ -284,7 +285,7 @@ class Guard:
         ]
 
     def _fault(self, step: int, reason: str) -> Rollback | Stop:
-        """Roll back the suspicious steps, or stop after `max_rollbacks`."""
+        """Order a rollback of the suspicious steps, or the end of the run after `max_rollbacks`."""
         skip = self._suspects(step)
         close = [past for past in self._rollbacks if past.step > step - ROLLBACK_STEPS]
         if len(close) >= self.options.max_rollbacks:
@@ -300,6 +301,6 @@ class Guard:
 
 
 def _middle(values: Sequence[float]) -> tuple[float, float]:
-    """Median and robust standard deviation."""
+    """Median and robust standard deviation (1.4826 · median absolute deviation) of `values`."""
     middle = median(values)
     return middle, NORMAL * median([abs(value - middle) for value in values])

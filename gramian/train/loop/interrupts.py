@@ -12,7 +12,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interrupts:
-    """Inside the context, the first signal is recorded, so that the loop can finish its step, save and end.
+    """Context manager for SIGTERM and Ctrl-C: the first signal is recorded, so that the loop can finish its step and save.
 
     The first signal also restores the system's default handlers: a second one needs no Python to run and ends the process even
     inside a collective or a kernel that never returns, with the status of a killed process (130 and 143 in a shell). Previous

@@ -7,7 +7,7 @@ from gramian.distill.cache.reader import Cache
 
 
 def announced(batches: Iterator[StepBatch], cache: Cache) -> Iterator[StepBatch]:
-    """The same batches; before one is yielded, the first micro-batch of the next is announced to the cache.
+    """Yield the same batches; before one is yielded, the first micro-batch of the next is announced to the teacher's cache.
 
     Later micro-batches are announced by `DistillingStepper`, in their own step, so that the host has the rows of at most two
     that were not used yet. Nothing is announced to a live teacher: its forward would compete with a step of the student, and

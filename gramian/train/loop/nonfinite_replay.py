@@ -32,21 +32,21 @@ LOSS = "(loss)"
 
 @dataclass(frozen=True)
 class NonfiniteSource:
-    """The first tensor that is not finite."""
+    """The module or parameter where the first value that is not finite arose, and in which of its tensors."""
 
     name: str
-    """Name of the module in whose code it arose, or of the parameter; `ROOT` is the model itself, `LOSS` the code after it."""
+    """Name of the module whose code made the tensor, or of the parameter; `ROOT`: the model, `LOSS`: the code after it."""
     where: Literal["forward", "backward", "parameter"]
     tensor: str
     """Which tensor: "its output", "the gradient of its input", "the gradient of NAME's output", "its value", "its gradient"."""
     shape: tuple[int, ...]
     count: int
-    """Number of elements that are not finite."""
+    """Number of elements of the tensor that are not finite."""
     parameters: tuple[str, ...] = ()
     """Parameters of the module that are not finite themselves."""
 
     def __str__(self) -> str:
-        """One line for a report."""
+        """One line for a report: module, tensor, shape and number of elements that are not finite."""
         shape = "×".join(map(str, self.shape)) or "scalar"
         cause = f"; not finite itself: {', '.join(self.parameters)}" if self.parameters else ""
         return f"{self.name}: {self.where}, {self.count:,} elements of {self.tensor} ({shape}) not finite{cause}"
@@ -56,7 +56,7 @@ def first_nonfinite(model: nn.Module, run: Callable[[], None]) -> NonfiniteSourc
     """Replay a batch and name the first module or parameter that is not finite.
 
     Args:
-        model: that `run` calls; all hooks are removed when this returns or raises.
+        model: the model that `run` calls; all hooks are removed when this returns or raises.
         run: one forward and backward of the batch, from the state and with the random numbers of the step that failed, without
             an optimizer step. Gradients in `p.grad` stay.
 
@@ -76,7 +76,7 @@ def first_nonfinite(model: nn.Module, run: Callable[[], None]) -> NonfiniteSourc
 
 
 class _Watch:
-    """Hooks on every module, until `close`."""
+    """Hooks on every module of a model that find the first tensor which is not finite; `close` removes them."""
 
     def __init__(self, model: nn.Module) -> None:
         self.found: NonfiniteSource | None = None
@@ -92,7 +92,7 @@ class _Watch:
             self._handles.append(module.register_forward_hook(self._after, with_kwargs=True, always_call=True))
 
     def close(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks from the modules and tensors."""
         for handle in self._handles:
             handle.remove()
 
@@ -127,7 +127,7 @@ class _Watch:
                 self._blame(tensor, caller, f"the gradient of {name}'s output")
 
     def _blame(self, tensor: Tensor, name: str, which: str) -> None:
-        """Watch the gradient of a tensor; for a tensor that modules pass through, the last caller is blamed."""
+        """Watch the gradient of a tensor, and blame module `name` for it; where modules pass a tensor on, the last caller."""
         blamed = self._blamed.get(tensor)
         if blamed is not None:
             blamed[:] = name, which
@@ -143,7 +143,7 @@ class _Watch:
 
 
 def _parameters(model: nn.Module) -> Iterator[NonfiniteSource]:
-    """Parameters that are not finite, then gradients."""
+    """Yield the parameters that are not finite, then those whose gradient is not."""
     for name, parameter in model.named_parameters():
         if count := _count(parameter):
             yield NonfiniteSource(name, "parameter", "its value", tuple(parameter.shape), count)
@@ -153,7 +153,7 @@ def _parameters(model: nn.Module) -> Iterator[NonfiniteSource]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Tensors inside nested structures: tuples, lists, dictionaries and objects that behave like one."""
+    """Yield the tensors inside nested tuples, lists, mappings and dataclasses."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
@@ -164,20 +164,20 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _count(tensor: Tensor) -> int:
-    """Number of elements that are not finite."""
+    """Number of elements of this process's part of a tensor that are not finite."""
     local = _local(tensor)
     return int((~torch.isfinite(local)).sum()) if local.is_floating_point() or local.is_complex() else 0
 
 
 def _count_unmasked(tensor: Tensor) -> int:
-    """The same for inputs and outputs of modules, where minus infinity without a gradient is a mask."""
+    """Number of elements that are not finite; 0 if all are −∞ in a tensor without a gradient, which is a mask."""
     count = _count(tensor)
     masked = count and not tensor.requires_grad and int((_local(tensor) == -torch.inf).sum())
     return 0 if count == masked else count
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This process's values, dense and without a graph."""
+    """This process's values of a tensor, dense and without a graph."""
     local = tensor.detach()
     if isinstance(local, DTensor):
         local = local.to_local()

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from gramian.linalg.wide import wide
 
 IGNORED = -100
-"""Target of a position that has no loss."""
+"""Target id of a position that has no loss term."""
 
 
 class Objective(nn.Module):
@@ -27,7 +27,7 @@ class Objective(nn.Module):
         self.model = model
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The layer that computes the logits, under the name that Hugging Face models have for it."""
+        """The layer that computes the logits; the method has the name that Hugging Face models use for it."""
         ask = getattr(self.model, "get_output_embeddings", None)
         head: nn.Module | None = ask() if callable(ask) else getattr(self.model, "head", None)
         return head
@@ -35,9 +35,10 @@ class Objective(nn.Module):
     def forward(
         self, tokens_BT: Tensor, targets_BT: Tensor, coefficient: float | Tensor, documents_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """coefficient · Σ −log p(target) to differentiate, and Σ −log p(target) without a graph, in float32 or wider.
+        """coefficient · Σ −log p(target) to differentiate, and Σ −log p(target) without a graph, in float32 (or float64).
 
-        A target of −100 does not count. `documents_BT` is the document of each token, for models that keep documents apart.
+        Takes token and target ids [B, T]; a target of −100 does not count. `documents_BT` is the document of each token, for
+        models that keep documents apart.
         """
         logits_BTV = logits_of(self.model, tokens_BT, documents_BT)
         total = summed_loss(logits_BTV, targets_BT)
@@ -45,7 +46,7 @@ class Objective(nn.Module):
 
 
 def logits_of(model: nn.Module, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-    """Logits [B, T, V] of the reference GPT or of a Hugging Face model."""
+    """Logits [B, T, V] of a model for token ids [B, T]; `documents_BT` is passed to GPT and Goose only."""
     found: Any
     if hasattr(model, "get_output_embeddings"):
         found = model(input_ids=tokens_BT, use_cache=False)
@@ -56,16 +57,16 @@ def logits_of(model: nn.Module, tokens_BT: Tensor, documents_BT: Tensor | None =
 
 
 def summed_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Σ −log p(target), in float32 or wider."""
+    """Σ −log p(target) over all targets [B, T] but −100, from logits [B, T, V], in float32, or float64 if the logits are."""
     return F.cross_entropy(wide(logits_BTV.flatten(0, 1)), targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Summed loss over some windows."""
+    """Summed loss of some windows, and the number of their tokens."""
 
     nats: float
-    """Σ −log p."""
+    """Σ −log p(target) over the tokens."""
     tokens: int
 
     @property

@@ -22,16 +22,16 @@ Logits = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Perplexity(Measured):
-    """exp of the mean loss over all predicted tokens, each predicted once."""
+    """Perplexity of a token stream: exp of the mean loss over all predicted tokens, each predicted once."""
 
     protocol: str
-    """ "non-overlapping": from the tokens before it in its window; "sliding": from at least length − stride tokens."""
+    """"non-overlapping": a token is predicted from those before it in its window; "sliding": from at least length − stride."""
     length: int
     stride: int
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinite where that overflows."""
+        """exp(mean loss per token); infinite where that overflows."""
         try:
             return math.exp(self.loss)
         except OverflowError:
@@ -54,7 +54,7 @@ def perplexity(
     limit: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
-    """Score every token of a stream once, except the first of each piece (collective).
+    """Perplexity of a model on a token stream; every token but the first of the stream or document is scored once (collective).
 
     Cost: length/stride forwards of every token.
 
@@ -94,7 +94,7 @@ def perplexity(
 
 
 def _places(stream: Stream, length: int, stride: int, pack: bool) -> Iterator[tuple[int, int, int]]:
-    """(first token read, token after the last, first token that is scored) of every window."""
+    """Yield (first token read, token after the last, first token that is scored) of every window of the stream."""
     edges = stream.edges[[0, -1]] if pack else stream.edges
     for begin, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         scored = begin + 1

@@ -22,12 +22,12 @@ from gramian.train.loop.stepper import Stepper, TakenStep, seed_all, terms_and_i
 
 
 class PlainStepper(Stepper):
-    """Cross-entropy training, also along natural gradients.
+    """Takes the optimizer steps of cross-entropy training, also along natural gradients.
 
     Args:
         module, optimizer, numbers, world: see the attributes of `Stepper`.
         max_norm: longer gradients are scaled down to this norm; 0 scales none.
-        seed: of dropout.
+        seed: seed of dropout.
         kfac: captures the backward of every step, where the optimizer is preconditioned by it.
 
     Example:
@@ -53,7 +53,7 @@ class PlainStepper(Stepper):
         self._seed = seed
 
     def take(self, batch: StepBatch, rate: float, flag: bool = False) -> TakenStep:
-        """Take one optimizer step; see `Stepper.take`."""
+        """Take one optimizer step on the micro-batches of `batch` at learning rate `rate`; its metrics stay on the device."""
         self.set_rate(rate)
         self.optimizer.zero_grad(set_to_none=True)
         sums, scale = self._backward(batch, 1.0 / max(1, batch.tokens)), 1.0
@@ -68,12 +68,12 @@ class PlainStepper(Stepper):
         return TakenStep(torch.cat([sums[:2], own, sums[2:], learned]), stepped)
 
     def watch(self, batch: StepBatch) -> None:
-        """Run forward and backward without a step; see `Stepper.watch`."""
+        """Run forward and backward of a batch without a step; `p.grad` is then the gradient times the loss scale."""
         self.optimizer.zero_grad(set_to_none=True)
         self._backward(batch, 1.0 / max(1, batch.tokens))
 
     def _backward(self, batch: StepBatch, coefficient: float) -> Tensor:
-        """The values that the objective reports beside the loss, summed over micro-batches."""
+        """Forward and backward of all micro-batches; returns the values that the objective reports, summed over them."""
         total = torch.zeros(1, dtype=torch.float64, device=self.world.device)
         coefficient = coefficient * self.world.size
         with self._observed(batch, coefficient) as capture:
@@ -94,7 +94,7 @@ class PlainStepper(Stepper):
         return total
 
     def _observed(self, batch: StepBatch, coefficient: float) -> AbstractContextManager[Any]:
-        """A K-FAC capture. It sees this process's gradients before they are averaged, with the coefficient they have there."""
+        """Context of a K-FAC capture, which sees this process's gradients before they are averaged; else an empty context."""
         if self.kfac is None:
             return nullcontext()
         return self.kfac.capture(
@@ -116,12 +116,12 @@ class PlainStepper(Stepper):
     # ---- what distillation adds --------------------------------------------------------------------------------------
 
     def _arguments(self, micro: dict[str, Tensor]) -> dict[str, Any]:
-        """Further arguments of the objective for a micro-batch."""
+        """Further keyword arguments of the objective for a micro-batch; none without a teacher."""
         return {}
 
     def _announce(self, micro: dict[str, Tensor]) -> None:
-        """Announce the next micro-batch of the step, before the backward of this one."""
+        """Called with the next micro-batch of the step before the backward of this one; does nothing without a teacher."""
 
     def _learn(self, sums: Tensor, scale: float, stepped: bool) -> Tensor:
-        """Update what is learned beside the optimizer's parameters; returns values behind those of the objective."""
+        """Called after the step to update what the optimizer does not (a temperature); returns further values to report."""
         return sums.new_empty(0)

@@ -15,29 +15,29 @@ AMPERE = (8, 0)
 
 @dataclass(frozen=True)
 class Precision:
-    """A precision on a device type."""
+    """Numeric precision of a run on a device type: dtypes, autocast and loss scaling."""
 
     kind: str
-    """"bf16", "fp16", "fp32" or "fp64"."""
+    """Name of the precision: "bf16", "fp16", "fp32" or "fp64"."""
     device: str
 
     @property
     def weights(self) -> torch.dtype:
-        """Dtype of parameters and optimizer states."""
+        """Dtype of parameters and optimizer state: float64 for "fp64", else float32."""
         return torch.float64 if self.kind == "fp64" else torch.float32
 
     @property
     def activations(self) -> torch.dtype:
-        """Dtype of matrix products."""
+        """Dtype in which matrix products are computed."""
         return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}[self.kind]
 
     @property
     def scales(self) -> bool:
-        """Whether gradients would underflow without a loss scale."""
+        """Whether the precision needs a loss scale, because gradients would underflow: "fp16"."""
         return self.kind == "fp16"
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Context for forward and loss."""
+        """Context manager for forward and loss: torch.autocast for "bf16" and "fp16", else empty."""
         if self.kind not in ("bf16", "fp16"):
             return nullcontext()
         return torch.autocast(self.device, dtype=self.activations)
@@ -50,7 +50,7 @@ class Precision:
 def resolve_precision(
     precision: PrecisionSection, device: torch.device, capability: tuple[int, int] | None = None
 ) -> Precision:
-    """The precision that a config asks for on a device of some compute capability (None: that of the GPU).
+    """The precision that a config asks for on a device; `capability` None: the compute capability of that GPU.
 
     "auto" is fp32 on a CPU, bf16 on Ampere and later, fp16 with a scaler on older GPUs. Raises if the GPU does not support it.
     """
@@ -64,7 +64,7 @@ def resolve_precision(
 
 
 def set_globals(precision: PrecisionSection, deterministic: bool) -> None:
-    """Set TF32 and deterministic kernels for the process."""
+    """Set TF32 and deterministic kernels for the whole process."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
     torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")

@@ -1,4 +1,4 @@
-"""An optimizer step of a private run: a Poisson draw in place of a batch, the engine's step in place of clip and step.
+"""Takes the steps of a private run: a Poisson draw in place of a batch; the privacy engine clips and adds noise.
 
 The loss of a window is the sum over its tokens divided by `data.length`; the unit of privacy is one window. ε covers neither
 the loss nor the order of the data; the gradient norm is that of the gradient with noise.
@@ -31,15 +31,15 @@ from gramian.train.loop.stepper import Stepper, TakenStep, seed_all
 
 @dataclass(frozen=True)
 class Draw:
-    """One Poisson draw of windows, in pieces that fit one backward each."""
+    """One Poisson draw of windows, in micro-batches that fit one backward each."""
 
     position: int
-    """Number of the draw."""
+    """Number of the draw: the number of releases (published noised sums) before it."""
     pieces: Iterator[dict[str, Tensor]]
 
 
 class PrivateStepper(Stepper):
-    """DP-SGD training with a `PrivacyEngine`, which makes the model private when the stepper is constructed.
+    """Takes the steps of DP-SGD training with a `PrivacyEngine`, which makes the model private at construction.
 
     The config has a [privacy] section, the windows are its records; `curvature` refreshes the K-FAC factors that the optimizer
     is preconditioned with.
@@ -114,13 +114,13 @@ class PrivateStepper(Stepper):
             self.engine.check_independence(lambda model, rows: self.loss(model, rows)[0], rows)
 
     def loss(self, module: nn.Module, rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The loss to differentiate, times the loss scale, and Σ −log p."""
+        """Loss to differentiate, Σ −log p(target) / data.length times the loss scale, and Σ −log p(target), of some windows."""
         with self.numbers.autocast():
             loss, nats = module(rows["tokens"], rows["targets"], 1.0 / self._length, rows.get("documents"))
         return loss if self.scaler is None else self.scaler.scale(loss), nats
 
     def draws(self) -> Iterator[Draw]:
-        """Endless draws, which follow from the secret key and the release counter.
+        """Endless Poisson draws of windows, which follow from the secret key and the number of releases (noised sums) so far.
 
         Raises `DataWorkerDied`; the next call continues with new workers and the same draw.
         """
@@ -131,12 +131,12 @@ class PrivateStepper(Stepper):
                 self._refuse_dead()
 
     def close(self) -> None:
-        """End the data workers; `draws` starts new ones."""
+        """End the data workers; the next call of `draws` starts new ones."""
         workers, self._loader._iterator = self._loader._iterator, None
         shut_down_workers(workers)
 
     def _alive(self, items: Iterator[Any]) -> Iterator[Any]:
-        """The same items; the death of a worker becomes an error of one line."""
+        """Yield the items of an iterator over data; the death of a data worker becomes a `DataWorkerDied` of one line."""
         while True:
             try:
                 item = next(items)
@@ -149,7 +149,7 @@ class PrivateStepper(Stepper):
             yield item
 
     def _refuse_dead(self) -> None:
-        """Report a dead worker between two draws, where the loader would wait seconds for a batch."""
+        """Raise for a data worker that died between two draws, where the loader would wait seconds for a batch."""
         for worker in getattr(self._loader._iterator, "_workers", ()):
             if not worker.is_alive():
                 raise self._died(f"worker {worker.pid} died")
@@ -159,7 +159,7 @@ class PrivateStepper(Stepper):
         return DataWorkerDied.because(how)
 
     def take(self, batch: Draw, rate: float, flag: bool = False) -> TakenStep:
-        """Take one private step, which is one release; see `Stepper.take`."""
+        """Take one DP-SGD step on a draw: one noised gradient sum (a release) is published; its metrics stay on the device."""
         self.set_rate(rate)
         if self.curvature is not None:
             self.curvature.refresh(batch.position)
@@ -183,32 +183,35 @@ class PrivateStepper(Stepper):
     # ---- state and privacy -------------------------------------------------------------------------------------------
 
     def data_digests(self) -> dict[str, str]:
-        """Digest of the public data that curvature is estimated on."""
+        """{"curvature": digest of the public data on which curvature is estimated}; empty without K-FAC."""
         return {} if self.curvature is None else {"curvature": self.curvature.windows.digest}
 
     def sections(self) -> dict[str, Any]:
-        """State of the engine, with its secret key, and of K-FAC."""
+        """State by section: the privacy engine's, with its secret key, and K-FAC's."""
         return {"privacy": self.engine.state_dict(), **super().sections()}
 
     def attach(self, folder: Path, *, resumed: bool) -> None:
-        """Bind the release counter to `releases.json` of the run folder."""
+        """Store the count of releases (noised sums) in `releases.json` of the run folder, which must exist if resumed."""
         self.engine.bind_counter(folder / "releases.json", must_exist=resumed)
 
     def resume(self, sections: Mapping[str, Any], *, replay: bool) -> str | None:
-        """Restore the engine; a rollback does not, because releases are never taken back."""
+        """Restore the privacy engine from a checkpoint; returns why its steps are not replayed, or None.
+
+        A rollback does not restore it, because releases (published noised sums) are never taken back.
+        """
         self.engine.load_state_dict(sections["privacy"], replay=replay)
         return self.engine.not_replayed
 
     def exhausted(self, steps: int) -> bool:
-        """Whether all releases that `target_epsilon` allows were made; steps repeated after a rollback are releases, too."""
+        """Whether all `steps` releases that target_epsilon allows were made; steps repeated after a rollback count too."""
         return self._options.target_epsilon is not None and self.engine.released >= steps
 
     def epsilon(self) -> float:
-        """ε of the releases before the next one; what a replay repeats counts once."""
+        """ε of all releases (published noised sums) so far; one that a resumed run repeats exactly counts once."""
         return self.engine.get_epsilon(self._options.delta, self.engine.released)
 
     def privacy_record(self) -> dict[str, Any]:
-        """Parameters of the mechanism, and under "proof" what the row proof has shown."""
+        """Parameters of the DP mechanism; "proof": whether each layer row was proven to depend on one sample only."""
         return {
             "noise_multiplier": self.engine.noise_multiplier,
             "sample_rate": self.engine.sample_rate,

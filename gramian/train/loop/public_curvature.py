@@ -19,7 +19,7 @@ from gramian.train.loop.stepper import seed_all, terms_and_ids
 from gramian.train.state.flat_state import tensors_of
 
 SCALE = 2.0**12
-"""Factor of the public loss in half precision, whose gradients would underflow otherwise."""
+"""Factor of the loss on public data in half precision, where the gradients that K-FAC sees would underflow otherwise."""
 
 
 class PublicCurvature:
@@ -58,7 +58,7 @@ class PublicCurvature:
         )
 
     def refresh(self, number: int) -> None:
-        """Count one step of `update_freq`, and refresh the factors on the public batch of this number if they are due."""
+        """Count one step towards `update_freq`; when factors are due, estimate them on public batch `number`."""
         batch = next(self._batches.from_position(number))
         coefficient, scale = 1.0 / max(1, batch.tokens), SCALE if self._numbers.scales else 1.0
         observed = self.kfac.capture(self.copy, loss_reduction=coefficient, loss_scale=scale, **terms_and_ids(batch, 0))

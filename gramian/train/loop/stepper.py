@@ -1,4 +1,4 @@
-"""What the training loop asks of a stepper, and what all steppers share.
+"""The base class of what takes the optimizer steps of a run, with all that the training loop calls.
 
 A stepper owns the model, the optimizer and the loss scaler of a run and takes one optimizer step per call. There are three:
 `PlainStepper` (also along natural gradients), `DistillingStepper` (a student with a teacher) and `PrivateStepper` (DP-SGD).
@@ -29,63 +29,63 @@ class TakenStep:
     """The result of one optimizer step; its values stay on the device, so that nothing waits for them."""
 
     values: Tensor
-    """[Σ −log p over all processes, flags raised, tokens of the loss, gradient norm, then one value for each name in
+    """[Σ −log p(target) over all processes, flags raised, tokens of the loss, gradient norm, then one value for each name in
     `Stepper.extra`], float64."""
     stepped: bool
-    """False if the loss scaler skipped the step."""
+    """Whether the optimizer stepped; False if the loss scaler skipped the step."""
 
 
 class Stepper:
-    """One optimizer step of a run, and the state, metrics and events that belong to its kind of training.
+    """Takes the optimizer steps of a run; has the state, metrics and events of its kind of training.
 
     The defaults are those of a run without a teacher and without privacy.
     """
 
     module: nn.Module
-    """Model and loss, wrapped for several processes."""
+    """Model and loss as one module, wrapped for several processes."""
     optimizer: Optimizer
     numbers: Precision
     world: ProcessGrid
     scaler: torch.amp.GradScaler | None
     kfac: KFACNaturalGradient | None
     captured: nn.Module
-    """The module whose backward passes K-FAC sees."""
+    """The module whose backward passes K-FAC observes."""
     extra: tuple[str, ...] = ()
-    """Names of the values that a step reports behind the first four."""
+    """Names of the values that a step reports after loss, flags, tokens and gradient norm."""
     repeatable: bool = True
-    """Whether steps can be computed again on the same batches. Those of a private run cannot: each is a new release."""
+    """Whether steps can be computed again on the same batches; not in a private run: each step publishes a new noised sum."""
 
     def take(self, batch: Any, rate: float, flag: bool = False) -> TakenStep:
-        """Take one optimizer step at a learning rate; all processes see a raised `flag` when they read the values."""
+        """Take one optimizer step on `batch` at learning rate `rate`; a `flag` raised on one process is reported to all."""
         raise NotImplementedError
 
     def watch(self, batch: Any) -> None:
-        """Run forward and backward without a step; for `repeatable` steppers only.
+        """Run forward and backward of a batch without an optimizer step; only for steppers that are `repeatable`.
 
         `p.grad` is then the gradient of the step times the loss scale, not clipped.
         """
         raise AssertionError("the steps of this run are not repeated")
 
     def prepare(self) -> None:
-        """Make the checks that must pass before the first step."""
+        """Make the checks of this kind of training that must pass before the first step; raises if one fails."""
 
     def begin(self, step: int) -> None:
-        """Announce the number of the step that is taken next."""
+        """Called with the index of the optimizer step that is taken next."""
 
     def teacher(self) -> str | None:
-        """Hash of the teacher, which a resumed run must have again; None without one. Collective where it is sharded."""
+        """Hash of the teacher's weights, which a resumed run must have again; None without one. Collective if it is sharded."""
         return None
 
     def close(self) -> None:
         """End the data workers of the stepper, if it has any."""
 
     def set_rate(self, rate: float) -> None:
-        """Set the learning rate of all parameter groups."""
+        """Set the learning rate of all parameter groups of the optimizer to `rate`."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
     def _step(self) -> bool:
-        """Step the optimizer, through the loss scaler if there is one; False if the scaler skipped the step."""
+        """Step the optimizer, through the loss scaler if there is one; returns False if the scaler skipped the step."""
         if self.scaler is None:
             self.optimizer.step()
             return True
@@ -97,25 +97,25 @@ class Stepper:
     # ---- data --------------------------------------------------------------------------------------------------------
 
     def draws(self) -> Iterator[Any] | None:
-        """Batches that the stepper draws itself; None if it takes those of the data loader."""
+        """Iterator of batches that the stepper draws itself; None if it takes those of the data loader."""
         return None
 
     def data_digests(self) -> dict[str, str]:
-        """Digests of data that the stepper reads beside training and validation data, by name."""
+        """{name: digest} of data that the stepper reads in addition to training and validation data."""
         return {}
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def sections(self) -> dict[str, Any]:
-        """State by section, in nested dicts and lists of tensors and plain values."""
+        """State to save, {section: nested dicts and lists of tensors and plain values}; here K-FAC's."""
         return {} if self.kfac is None else {"kfac": self.kfac.state_dict()}
 
     def judged_sections(self) -> dict[str, Any]:
-        """The part of `sections` that depends on the metrics of past steps, which arrive later than the steps are taken."""
+        """The part of the state that depends on metrics of past steps, which arrive later than the steps are taken."""
         return {}
 
     def load_sections(self, sections: Mapping[str, Any], validated: int | None = None) -> None:
-        """Restore `sections`, with `judged_sections` merged in, except what a rollback must not take back.
+        """Restore the state that `sections` and `judged_sections` returned, except what a rollback must not take back.
 
         For a rollback, evaluations up to step `validated` are not repeated.
         """
@@ -125,24 +125,24 @@ class Stepper:
     # ---- metrics -----------------------------------------------------------------------------------------------------
 
     def metrics(self, outcome: StepOutcome) -> dict[str, Any]:
-        """Metrics of a step for `metrics.jsonl`, beside loss and gradient norm."""
+        """Metrics of a step for `metrics.jsonl` in addition to loss and gradient norm, {name: value}."""
         return {}
 
     def observe(self, outcome: StepOutcome) -> list[Event]:
-        """Take note of the metrics of a step; returns events for the log."""
+        """Called with the metrics of every step; returns events for the log."""
         return []
 
     def validated(self, step: int, loss: float) -> list[Event]:
-        """Take note of a validation loss; returns events for the log."""
+        """Called with the validation loss after `step` steps; returns events for the log."""
         return []
 
     # ---- privacy -----------------------------------------------------------------------------------------------------
 
     def attach(self, folder: Path, *, resumed: bool) -> None:
-        """Bind the release counter to a file in the run folder, which must exist if the run is resumed."""
+        """Store the count of releases (published noised sums) in the run folder; the file must exist if the run is resumed."""
 
     def resume(self, sections: Mapping[str, Any], *, replay: bool) -> str | None:
-        """Restore what a rollback does not, after `load_sections`.
+        """Restore from a checkpoint what `load_sections` does not: the state that a rollback must not take back.
 
         With `replay` the run continues exactly as it did after the checkpoint, where that is possible. Returns why its steps
         are not replayed; None if they are, or if that does not matter.
@@ -150,26 +150,26 @@ class Stepper:
         return None
 
     def exhausted(self, steps: int) -> bool:
-        """Whether the privacy budget of a run of so many steps is spent."""
+        """Whether the privacy budget of a run of `steps` steps is spent; False without privacy."""
         return False
 
     def epsilon(self) -> float | None:
-        """ε of the releases so far; None without privacy."""
+        """ε of all releases (published noised sums) so far; None without privacy."""
         return None
 
     def privacy_record(self) -> dict[str, Any] | None:
-        """Parameters of the mechanism, and under "proof" what the row proof has shown; None without privacy."""
+        """Parameters of the DP mechanism; "proof": whether each layer row depends on one sample only; None if not private."""
         return None
 
 
 def seed_all(seed: int, *place: int) -> None:
-    """Seed the generators from the place in the run, so that their state need not be saved."""
+    """Seed torch's generators from `seed` and the place in the run (step, micro-batch, rank): no generator state is saved."""
     key = hashlib.blake2b(repr((seed, *place)).encode(), digest_size=8, person=b"dropout").digest()
     torch.manual_seed(int.from_bytes(key, "little") >> 1)
 
 
 def terms_and_ids(batch: StepBatch, i: int) -> dict[str, Any]:
-    """Arguments of a K-FAC capture for micro-batch `i`: its number of loss terms, and its rows' places in the step."""
+    """K-FAC capture arguments for micro-batch `i`: its number of targets, and the indices of its rows in the step."""
     sizes, targets_BT = [len(micro["targets"]) for micro in batch.micro], batch.micro[i]["targets"]
     first = batch.first + sum(sizes[:i])
     return {"num_terms": int((targets_BT != IGNORED).sum()), "sample_ids": torch.arange(first, first + sizes[i])}

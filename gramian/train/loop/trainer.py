@@ -29,27 +29,27 @@ from gramian.train.state.run_record import Record
 from gramian.train.state.run_saver import RunSaver
 
 DEATHS = 3
-"""Deaths of data workers after which a run still continues."""
+"""Number of data workers' deaths after which a run still continues."""
 EVAL_SHARE = 0.05
-"""Largest share of the time that evaluation takes with eval.every = "auto"."""
+"""Largest fraction of the run's time that evaluation takes with eval.every = "auto"."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended."""
+    """Why and at which step a run ended."""
 
     step: int
     reason: str
-    """"done", "privacy budget spent", "interrupted" or "stopped"."""
+    """Why the run ended: "done", "privacy budget spent", "interrupted" or "stopped"."""
     report: str = ""
 
 
 class Trainer:
-    """One run, from where its folder left off to its end.
+    """Trains one run, from where its folder left off to its end.
 
     Args:
-        parts: of the run.
-        folder: locked by rank 0.
+        parts: all parts of the run (`build`).
+        folder: the run folder, locked by rank 0.
         on_outcome: called with every step's metrics and the trainer, for a progress bar.
         on_event: called with every event, also from the thread that writes checkpoints.
 
@@ -79,11 +79,11 @@ class Trainer:
         self._deaths = 0
         decisions = "raw" if self.config.privacy is None else self.config.privacy.decisions
         self._judges_loss, self._judges_validation = decisions == "raw", decisions != "noised"
-        """Which losses decide on rollbacks and on the best; in a private run none that ε does not cover."""
+        """Whether training and validation losses decide on rollbacks and the best; privacy.decisions sets it if private."""
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken."""
+        """Number of optimizer steps taken."""
         return self.progress.step
 
     @property
@@ -94,7 +94,7 @@ class Trainer:
     # ---- the run -----------------------------------------------------------------------------------------------------
 
     def run(self) -> Ended:
-        """Train to the end, or until something ends the run."""
+        """Train to the last step, or until the guard, a signal or the privacy budget ends the run; returns how it ended."""
         settled = self.parts.optimizer.register_step_pre_hook(lambda *_: self.saver.snapshots.settle())
         try:
             with Interrupts() as interrupts:
@@ -142,11 +142,11 @@ class Trainer:
                 return self._leave("done" if self.step >= self.config.run.steps else "privacy budget spent")
 
     def _ends(self) -> bool:
-        """Whether all steps were taken; a private run also ends when its releases are made, which rollbacks repeat."""
+        """Whether all steps were taken, or a private run has made all noised sums (releases) that its budget allows."""
         return self.step >= self.config.run.steps or self.parts.stepper.exhausted(self.config.run.steps)
 
     def _judge(self, wait: bool) -> tuple[bool, Ended | None]:
-        """Judge the steps whose metrics have arrived; with `wait`, those of all steps taken.
+        """Let the guard judge the steps whose metrics have arrived; with `wait`, all steps taken.
 
         Returns False if a step was taken back; and how the run ended, if it did.
         """
@@ -174,7 +174,7 @@ class Trainer:
         return True, None
 
     def _attempt(self, flag: bool) -> None:
-        """Take one optimizer step; its metrics arrive later."""
+        """Take one optimizer step on the next batch; its metrics are read later. `flag`: this process was asked to end."""
         with self.meter.wait():
             batch = self._next_batch()
         stepper, progress, rate = self.parts.stepper, self.progress, self._rate()
@@ -195,7 +195,7 @@ class Trainer:
         self.progress = progress.after(batch.position, taken.stepped)
 
     def _next_batch(self) -> Any:
-        """The next batch; data workers that died are started again, `DEATHS` times."""
+        """Return the next batch of the run; data workers that died are started again, up to `DEATHS` times."""
         while True:
             try:
                 return next(self._batches)
@@ -224,12 +224,12 @@ class Trainer:
     # ---- what is due -------------------------------------------------------------------------------------------------
 
     def _due(self) -> bool:
-        """Whether this step's metrics are needed now: the model is evaluated, or the step is the last."""
+        """Whether this step's metrics are needed now, because the model is evaluated or the step is the last."""
         self.saver.note_step(self.step)
         return self._eval_due() or self.step >= self.config.run.steps
 
     def _eval_due(self) -> bool:
-        """Whether the model is evaluated after this step. With "auto", rank 0's clock decides, where metrics are logged."""
+        """Whether the model is evaluated after this step; with eval.every = "auto" rank 0's clock decides, at logged steps."""
         progress, every = self.progress, self.config.eval.every
         if progress.evaluated == progress.step or progress.step == 0 or progress.repeating:
             return False
@@ -241,7 +241,7 @@ class Trainer:
         return self.world.most(float(mine)) > 0
 
     def _keep_up(self) -> Ended | None:
-        """Evaluate, copy and write what is due; returns how the run ended, if it did.
+        """Evaluate the model, copy its state and write a checkpoint, as far as due; returns how the run ended, if it did.
 
         A validation loss that is not finite shows what the next step's loss would: the last update is taken back. Where the
         validation loss must not decide, weights that are not finite do.
@@ -264,7 +264,7 @@ class Trainer:
         return None
 
     def _evaluate(self) -> tuple[float, bool]:
-        """Validation loss, and whether it is the best so far; 0 for a step that was evaluated before."""
+        """Validation loss of the model, and whether it is the best so far; (0, False) for a step that was evaluated before."""
         if self.progress.evaluated == self.step:
             return 0.0, False
         self.progress = replace(self.progress, evaluated=self.step)
@@ -286,11 +286,11 @@ class Trainer:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def _judged_facts(self) -> dict[str, Any]:
-        """What the metrics read so far have decided, as JSON values."""
+        """What depends on the metrics read so far, as JSON values: best loss, clipped steps and the guard's state."""
         return {**self.progress.judged_facts(), "clipped": list(self.log.clipped), "guard": self.guard.state_dict()}
 
     def _resume(self) -> None:
-        """Continue from the newest checkpoint, or start."""
+        """Restore the newest checkpoint of the run folder, or start a new run."""
         found, stepper = self.saver.find(), self.parts.stepper
         stepper.attach(self.folder.path, resumed=found is not None)
         if found is None:
@@ -310,7 +310,7 @@ class Trainer:
         self.saver.snapshot(self.progress)
 
     def _restore(self, saved: Any, facts: Mapping[str, Any], validated: int) -> RunProgress:
-        """Restore a state of this run; returns the progress that was saved with it."""
+        """Restore a saved state of model and optimizer; returns the progress (step, data position) that was saved with it."""
         self.deferred.clear()
         self.saver.restore(saved, facts, validated)
         return RunProgress.from_facts(facts)
@@ -341,7 +341,7 @@ class Trainer:
         return Ended(self.step, "stopped", report)
 
     def _first_nonfinite(self, bad: StepAttempt) -> str:
-        """Go back to the last snapshot, repeat the steps up to the bad one, and find its first value that is not finite."""
+        """Replay from the last snapshot up to the failed step `bad`, and name the first module or value that is not finite."""
         stepper = self.parts.stepper
         if not stepper.repeatable:
             return "not replayed: that would be another look at private data"
@@ -372,7 +372,7 @@ class Trainer:
         return Ended(self.step, reason)
 
     def _save_last(self) -> None:
-        """Write the state; where its weights are not finite, which no loss has shown yet, the newest snapshot instead."""
+        """Write a checkpoint of the state; if its weights are not finite, of the newest snapshot instead."""
         saver = self.saver
         if not self.config.guard.on or weights_are_finite(self.parts):
             saver.write(saver.snapshot(self.progress))

@@ -37,7 +37,7 @@ from gramian.train.state.tensor_parts import Extent, Part, full_extent
 
 FACTS, STATE = "facts.json", "state.safetensors"
 NOT_MEANT, FOREIGN = "", f"{MANIFEST}: has config hash"
-"""Reasons to skip a checkpoint that is not damaged."""
+"""Reasons to skip a checkpoint that is not damaged: it is not the best, or its config hash differs."""
 _FOLDER = re.compile(r"(step|best)-(\d{8,})(?:\.(\d+))?")
 
 Event = dict[str, Any]
@@ -45,19 +45,19 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A checkpoint whose files match its manifest."""
+    """A checkpoint on disk whose files match its manifest; its tensors are read on demand."""
 
     folder: Path
     step: int
     best: bool
     facts: dict[str, Any] = field(repr=False)
     shapes: dict[str, tuple[int, ...]] = field(repr=False)
-    """Shapes of the full tensors, by name."""
+    """Shapes of the full saved tensors, {name: shape}."""
     dtypes: dict[str, torch.dtype] = field(repr=False)
     sharded: bool = False
 
     def parts(self, extents: Mapping[str, Extent] | None = None) -> dict[str, Part]:
-        """Read the tensors into host memory: the boxes of `extents`, and all of a tensor that is not named there.
+        """Read saved tensors into host memory: the boxes (index ranges) of `extents`, and all of a tensor not named there.
 
         A checkpoint of any number of processes is read by any number; nothing is communicated.
         """
@@ -73,12 +73,12 @@ class LoadedCheckpoint:
             raise GramianError(f"{self.folder}: {reason}; expected the checkpoint that was verified") from None
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors in full, in host memory."""
+        """Read all saved tensors in full into host memory, {name: tensor}."""
         return {name: part.local for name, part in self.parts().items()}
 
 
 class CheckpointStore:
-    """The checkpoints of a run, written in the background.
+    """The checkpoints of a run on disk; they are written in the background.
 
     One thread writes. It works on host copies, and hashing, `write` and `fsync` release the interpreter lock, so training goes
     on; another process would need a second copy of the state in shared memory, and starting it beside CUDA costs seconds. One
@@ -91,9 +91,9 @@ class CheckpointStore:
     created, and nothing that killed saves left is removed.
 
     Args:
-        folder: of the checkpoints; created if it does not exist.
+        folder: folder of the checkpoints; created if it does not exist.
         keep: number of newest checkpoints that are kept, beside the best.
-        rank: of this process.
+        rank: rank of this process.
         world: number of processes.
         on_event: called with {"event": "checkpoint_…", …}, also from the writing thread: written, failed, waited (by `write`),
             skipped (by `newest` or `best`, with the reason), dropped, not_pruned.
@@ -128,13 +128,13 @@ class CheckpointStore:
         self._errors: list[GramianError] = []
         self._damaged: set[str] = set()
         self.refused: dict[str, str] = {}
-        """Checkpoints that the last search skipped as damaged or of another config, newest first, and why."""
+        """{folder: reason} of checkpoints that the last search skipped as damaged or of another config, newest first."""
         self._clean = False
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
     def write(self, snapshot: Snapshot, *, best: bool = False) -> None:
-        """Start to write a snapshot, after the previous save is done; the caller need not keep the snapshot.
+        """Start to write a snapshot to disk, after the previous save is done; the caller need not keep the snapshot.
 
         Its fact `config_hash` goes into the manifest. The best so far is kept until a better one is complete.
         """
@@ -150,13 +150,13 @@ class CheckpointStore:
             self._save = self._thread.submit(self._write, snapshot, best)
 
     def wait(self) -> list[GramianError]:
-        """Wait until nothing is being written; returns the failures since the last call."""
+        """Wait until no checkpoint is being written; returns the errors of saves since the last call."""
         self._finish_save()
         errors, self._errors = self._errors, []
         return errors
 
     def close(self) -> list[GramianError]:
-        """Finish the save that is running, and end the thread; returns what `wait` does."""
+        """Finish the save that is running, and end the writing thread; returns the errors of saves since the last `wait`."""
         errors = self.wait()
         self._thread.shutdown()
         if self._group is not None:
@@ -201,7 +201,7 @@ class CheckpointStore:
             save.result()
 
     def _write(self, snapshot: Snapshot, best: bool) -> None:
-        """Write one checkpoint, in the thread."""
+        """Write one checkpoint; runs in the writing thread. A failure becomes an event and an error for `wait`."""
         started = time.perf_counter()
         try:
             if snapshot.sharded:
@@ -229,7 +229,7 @@ class CheckpointStore:
         return self.folder / f"{TEMPORARY}{step:08d}"
 
     def _begin(self, step: int) -> Path:
-        """Create an empty temporary folder (rank 0); those of killed processes are removed at the first save."""
+        """Create the empty temporary folder of a step's checkpoint (rank 0); first call: remove those of killed processes."""
         temporary = self._temporary(step)
         if not self.folder.exists():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -243,7 +243,7 @@ class CheckpointStore:
         return temporary
 
     def _complete(self, snapshot: Snapshot, temporary: Path, files: dict[str, FileRecord], *, best: bool) -> None:
-        """Write facts and manifest, rename the folder, and remove older checkpoints (rank 0)."""
+        """Write facts and manifest of a checkpoint, give its folder the final name, and remove older checkpoints (rank 0)."""
         files[FACTS] = write_file(temporary / FACTS, [snapshot.facts_text.encode()])
         shapes = {name: [DTYPES[part.local.dtype], list(part.extent.shape)] for name, part in snapshot.parts.items()}
         write_manifest(temporary, snapshot.step, best, snapshot.facts.get("config_hash"), files, shapes)
@@ -274,7 +274,7 @@ class CheckpointStore:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        """Rename a folder, then remove it: a process killed in between leaves nothing that looks like a checkpoint."""
+        """Rename a checkpoint's folder, then remove it: a process killed in between leaves nothing that looks like one."""
         doomed = path.with_name(f"{TEMPORARY}dropped-{path.name}")
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(path, doomed)
@@ -284,14 +284,14 @@ class CheckpointStore:
     # ---- reading -------------------------------------------------------------------------------------------------------
 
     def newest(self, config_hash: str | None = None, upto: int | None = None) -> LoadedCheckpoint | None:
-        """The newest checkpoint of this config hash, up to a step, whose files match its manifest; None if there is none.
+        """The newest intact checkpoint with this config hash (None: any), of step `upto` or before; None if there is none.
 
         The same on all processes, which divide the verification. Events report those that were skipped, and why.
         """
         return self._first("step", config_hash, upto)
 
     def best(self, config_hash: str | None = None) -> LoadedCheckpoint | None:
-        """The newest checkpoint that was written as the best; otherwise as `newest`."""
+        """The newest intact checkpoint that was written as the best, with this config hash (None: any); None without one."""
         return self._first("best", config_hash)
 
     def _first(self, wanted: str, config_hash: str | None, upto: int | None = None) -> LoadedCheckpoint | None:
@@ -322,7 +322,7 @@ class CheckpointStore:
         return None
 
     def _damage(self, path: Path, body: dict[str, Any]) -> str | None:
-        """The first problem in this process's share of the files."""
+        """The first difference from the manifest in the checkpoint files that this process verifies; None if there is none."""
         for name in sorted(body["files"])[self.rank :: self.world]:
             problem = FileRecord(**body["files"][name]).difference(path / name)
             if problem is not None:
@@ -330,7 +330,7 @@ class CheckpointStore:
         return None
 
     def _share(self, value: Any) -> list[Any]:
-        """The values that all processes pass (collective)."""
+        """The `value` of every process, in the order of ranks (collective)."""
         return [value] if self._group is None else Exchange(self._group, torch.device("cpu")).gather_messages(value)
 
     def _names(self) -> list[str]:
@@ -344,7 +344,7 @@ class CheckpointStore:
         return sorted((name for name in names if _FOLDER.fullmatch(name)), key=lambda name: _parsed(name)[1:])
 
     def _folders(self) -> list[Path]:
-        """Checkpoint folders that are folders indeed, oldest first."""
+        """Checkpoint folders that exist as folders, oldest first."""
         return [path for name in self._names() if (path := self.folder / name).is_dir()]
 
 
@@ -362,7 +362,7 @@ def _loaded(path: Path, body: dict[str, Any]) -> LoadedCheckpoint:
 
 
 def _parsed(name: str) -> tuple[str, int, int]:
-    """Kind, step and attempt in the name of a folder; the second checkpoint of a step is attempt 1."""
+    """Kind ("step" or "best"), step and attempt in a checkpoint folder's name; a step's second checkpoint is attempt 1."""
     match = _FOLDER.fullmatch(name)
     assert match is not None
     return match[1], int(match[2]), int(match[3] or 0)

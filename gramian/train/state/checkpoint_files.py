@@ -27,7 +27,7 @@ DTYPES = {
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileRecord:
-    """Write a new safetensors file from contiguous tensors in host memory, without another copy of them."""
+    """Write contiguous host tensors to a new safetensors file without copying them; returns its size and checksum."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # everything stays aligned
     end = 0
@@ -50,7 +50,7 @@ def _pieces(first: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memoryv
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write a new file of mode 0600 and sync it; the folder gets its final name when all files are complete."""
+    """Write bytes to a new file of mode 0600 and sync it; returns its size and checksum."""
     file = HashedFile(path, private=True, rename=False)
     try:
         for piece in pieces:
@@ -61,7 +61,7 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileRecord:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, in host memory."""
+    """Read all tensors of a safetensors file into host memory, {name: tensor}."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -87,7 +87,7 @@ def write_manifest(
 
 
 def read_manifest(path: Path) -> tuple[dict[str, Any] | None, str | None]:
-    """The manifest of a folder, or what is wrong with it; the other value is None."""
+    """(manifest of a checkpoint folder, None), or (None, what is wrong with it)."""
     try:
         text = (path / MANIFEST).read_bytes()
     except FileNotFoundError:

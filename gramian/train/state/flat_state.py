@@ -19,13 +19,13 @@ from gramian.train.state.tensor_parts import Extent, Part, copy_parts, parts_of
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 HOW = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
-"""Entries of a parameter group that affect how a step is computed, not its result; neither saved nor loaded."""
+"""Keys of an optimizer's parameter group that affect how a step is computed, not its result; neither saved nor loaded."""
 HOST_SCALARS = ("step", "mu_product")
-"""State that torch.optim keeps on the host unless the group is fused or capturable."""
+"""Names of optimizer state that torch.optim keeps on the host unless the group is fused or capturable."""
 
 
 def tensors_of(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
-    """The tensors of a model and its optimizer, not copies, after FSDP2 has resharded gathered parameters.
+    """{name: tensor} of a model and its optimizer, the tensors themselves; FSDP2 parameters are resharded first.
 
     Every parameter and persistent buffer is there once, under its first name, and every tensor of the optimizer's state.
     """
@@ -37,7 +37,7 @@ def tensors_of(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
 
 
 def facts_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The rest of the optimizer's state, as JSON values.
+    """The optimizer's state that is not tensors, as JSON values.
 
     Returns:
         `groups`: the `parameters` by name and the `options` of each parameter group; `state`: the fields of each parameter's
@@ -57,7 +57,7 @@ def facts_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def extents(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Extent]:
-    """The box of each saved tensor that this process needs: its shards, where the model is sharded.
+    """Which part of each saved tensor this process needs, {name: index ranges}: its shard, where the model is sharded.
 
     `shapes` are those of the full tensors. Returned are the boxes of the model's tensors, and of optimizer state that has its
     parameter's shape; all of any other tensor is needed.
@@ -79,7 +79,7 @@ def load(
     tensors: Mapping[str, Tensor | Part],
     facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Load a state, after all of it was checked, so that nothing is half loaded.
+    """Load a saved state into model and optimizer, after all of it was checked, so that nothing is half loaded.
 
     Tensors are written in place. Optimizer state is created on the device where the optimizer would have created it, and
     removed where the saved optimizer has none.
@@ -129,7 +129,7 @@ def _new_state(
     saved: Mapping[str, Any],
     parts: Mapping[str, Part],
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The state that a parameter will have, and its unfilled tensors: existing ones, or allocated where the optimizer would."""
+    """Optimizer state that parameter `name` will have, and {name: its tensor to fill}: existing, or newly allocated."""
     existing: dict[str, Tensor] = {}
     split(f"{OPTIMIZER}{name}", state, existing)
     targets: dict[str, Tensor] = {}
@@ -145,7 +145,7 @@ def _new_state(
 
 
 def _made(name: str, field: str, part: Part, p: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
-    """An unfilled tensor of the optimizer's state."""
+    """Allocate a tensor of the optimizer's state, without values, on the device where the optimizer would have it."""
     on_host = field in HOST_SCALARS and not (group.get("fused") or group.get("capturable"))
     shape, dtype = part.extent.shape, part.local.dtype
     if not on_host and shape and shape == tuple(p.shape):
@@ -156,7 +156,7 @@ def _made(name: str, field: str, part: Part, p: nn.Parameter, group: Mapping[str
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers, each once, after FSDP2 has resharded them."""
+    """{name: tensor} of a model's parameters and persistent buffers, each once, after FSDP2 has resharded them."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -174,7 +174,7 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _names_of(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """The optimizer's parameters by the model's names, in its order; raises if it has others, or state under other keys."""
+    """{model's name: parameter} of the optimizer, in its order; raises if it has other parameters or other state."""
     names = {id(t): name for name, t in _model_tensors(model).items()}
     found: dict[str, nn.Parameter] = {}
     for i, group in enumerate(optimizer.param_groups):
@@ -194,7 +194,7 @@ def _names_of(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]
 
 
 def _owner(rest: str, names: Mapping[str, Any]) -> str:
-    """The parameter of `<parameter>.<field>`; "" if it has none."""
+    """The parameter's name in "<parameter>.<field>" of optimizer state; "" if no name in `names` fits."""
     while rest and rest not in names:
         rest = rest.rpartition(".")[0]
     return rest
@@ -203,7 +203,7 @@ def _owner(rest: str, names: Mapping[str, Any]) -> str:
 def _checked_facts(
     facts: Mapping[str, Any] | None, names: Mapping[str, Any], optimizer: Optimizer
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Groups and state of the saved facts; raises if the groups have other parameters than the optimizer's."""
+    """Parameter groups and state in the saved facts; raises if the groups' parameters differ from the optimizer's."""
     try:
         assert facts is not None
         groups, states = list(facts["groups"]), dict(facts["state"])
@@ -228,7 +228,7 @@ def _checked_facts(
 
 
 def _number(value: Any) -> Any:
-    """An option as a number: `lr` may be a tensor."""
+    """An optimizer option as plain numbers: `lr` may be a tensor."""
     if isinstance(value, Tensor):
         return value.item()
     if isinstance(value, (list, tuple)):
@@ -237,7 +237,7 @@ def _number(value: Any) -> Any:
 
 
 def _option(old: Any, new: Any) -> Any:
-    """A saved option in the form that the optimizer has it in."""
+    """The saved optimizer option `new` in the form of the current one: tensor, tuple or number."""
     if isinstance(old, Tensor):
         return old.fill_(new)
     if isinstance(old, (list, tuple)) and isinstance(new, list):

@@ -6,11 +6,11 @@ from typing import Any
 from torch import Tensor
 
 MARK = "tensor at"
-"""Key of the JSON object that takes the place of a tensor."""
+"""Key of the JSON object that stands for a tensor; its value is the tensor's name."""
 
 
 def split(prefix: str, value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Move the tensors of nested dicts, lists and tuples into a flat dictionary, as "prefix.key.index…".
+    """Move the tensors of nested dicts, lists and tuples into the flat `tensors`, under names "prefix.key.index…".
 
     Returns:
         The state in JSON values: tensors as {"tensor at": name}, tuples as {"tuple": […]}, dicts with keys that are not text
@@ -36,7 +36,7 @@ def split(prefix: str, value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def merge(facts: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """The inverse of `split`; `tensor` returns the tensor of a name."""
+    """Rebuild the nested state that `split` took apart from its JSON values; `tensor` returns the tensor of a name."""
     if isinstance(facts, Mapping):
         if set(facts) == {MARK}:
             return tensor(facts[MARK])

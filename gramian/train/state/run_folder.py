@@ -21,7 +21,7 @@ from gramian.train.config.config import RUN_ONLY, Config, load_config
 
 
 class RunFolder:
-    """A run folder, locked inside the context; nothing is created before.
+    """The folder of a run, locked inside a `with` block; nothing is created before.
 
     Example:
         >>> with RunFolder(config) as folder:  # doctest: +SKIP
@@ -33,7 +33,7 @@ class RunFolder:
         self._lock: int | None = None
 
     def __enter__(self) -> Self:
-        """Lock the folder and write the config into it.
+        """Lock the run folder and write the config into it.
 
         Raises `GramianError` if it is in use, has a run of another config, or cannot be written; nothing is overwritten.
         """
@@ -62,7 +62,7 @@ class RunFolder:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Unlock the folder."""
+        """Unlock the run folder."""
         self._leave()
 
     def _leave(self) -> None:
@@ -92,13 +92,13 @@ class RunFolder:
             )
 
     def _begun(self) -> bool:
-        """Whether there are checkpoints or metrics, which must not be overwritten."""
+        """Whether the run folder has checkpoints or metrics, which must not be overwritten."""
         metrics = self.path / "metrics.jsonl"
         return any(self.path.glob("checkpoints/*")) or (metrics.exists() and metrics.stat().st_size > 0)
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
+        """Path of the run's folder of checkpoints."""
         return self.path / "checkpoints"
 
 
@@ -108,7 +108,7 @@ def _leave(folder: RunFolder | None) -> None:
 
 
 def difference(before: Config, now: Config) -> str:
-    """The first config key that differs and changes results, with both values."""
+    """Text with the first config key that differs between two configs and changes results, and both values."""
     old, new = asdict(before), asdict(now)
     for section in old:
         one, other = old[section] or {}, new[section] or {}
@@ -121,7 +121,7 @@ def difference(before: Config, now: Config) -> str:
 
 
 class JsonLines:
-    """A file of JSON lines that is appended to; lines that a full disk refuses are written as soon as it has room.
+    """A file of JSON lines that is appended to; lines that a full disk refuses are written together with later ones.
 
     Lines of attempts after `upto` and incomplete lines are removed, because a resumed run writes them again; None keeps all.
     With `private` the file has mode 0600.
@@ -143,7 +143,7 @@ class JsonLines:
         """Bytes that are not written yet; at first a newline, if a killed process left an incomplete line."""
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append a line, at once unless the disk is full."""
+        """Append `line` as JSON; if the disk is full, it is written with a later line."""
         text = json.dumps(_as_json(line), allow_nan=False).encode() + b"\n"
         with self._lock:  # of the loop and of the thread that writes checkpoints
             self._waiting += text
@@ -152,7 +152,7 @@ class JsonLines:
                     self._waiting = self._waiting[os.write(self._file, self._waiting) :]
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file of JSON lines."""
         os.close(self._file)
 
 
@@ -162,7 +162,7 @@ def _attempt(line: Mapping[str, Any]) -> int:
 
 
 def _as_json(value: Any) -> Any:
-    """A value with None in place of numbers that are not finite, which JSON does not have."""
+    """`value` with None in place of numbers that are not finite, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -171,7 +171,7 @@ def _as_json(value: Any) -> Any:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All complete lines of a file of JSON objects; none if the file does not exist."""
+    """All complete lines of a file of JSON objects, parsed; an empty list if the file does not exist."""
     if not path.exists():
         return []
     found = []

@@ -30,14 +30,14 @@ from gramian.train.state.run_record import Record
 PEAK_TERAFLOPS = {
     "H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "A10G": 70.0, "RTX 4090": 165.0, "V100": 125.0,
 }  # fmt: skip
-"""Dense half-precision tensor-core peaks, as vendors state them."""
+"""{part of a GPU's name: its dense half-precision tensor-core peak in TFLOP/s, as the vendor states it}."""
 LOOKED = ("unhealthy", "advice", "rollback", "stopped")
-"""Events that depend on private data; the last three only if `privacy.decisions` is "raw"."""
+"""Names of events that depend on private data; the last three only if `privacy.decisions` is "raw"."""
 NOT_COVERED = (
     "loss", "perplexity", "validation_loss", "validation_perplexity", "clip_share", "scale", "tokens", "validation_tokens",
     "spikes",
 )  # fmt: skip
-"""Numbers computed from private data without noise, among them the sizes of draws and the steps of overflows."""
+"""Names of logged numbers that are computed from private data without noise, so that ε does not cover them."""
 
 
 class RunLog:
@@ -70,7 +70,7 @@ class RunLog:
         self._last_eval: float | None = None
         self._clock_at_eval = self._started
         self.clipped: deque[bool] = deque(maxlen=parts.config.guard.window)
-        """Which of the last gradients were clipped."""
+        """Whether each of the last gradients was clipped."""
         self._advised: str | None = None
         self._tensorboard: Any = None
         self._wandb: Any = None
@@ -78,7 +78,7 @@ class RunLog:
     # ---- files ---------------------------------------------------------------------------------------------------------
 
     def begin(self, upto: int | None) -> None:
-        """Open the files; metrics of attempts after `upto` are removed, because the resumed run writes them again."""
+        """Open the log files; metrics of attempts after `upto` are removed, because the resumed run writes them again."""
         if not self._writes:
             return
         folder, config = self._folder, self._config
@@ -105,7 +105,7 @@ class RunLog:
         self._attempts_before, self._last_tokens = self._progress().attempt, self._progress().tokens
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the log files, TensorBoard and Weights & Biases."""
         for lines in (self._metrics, self._events):
             if lines is not None:
                 lines.close()
@@ -115,7 +115,7 @@ class RunLog:
             self._wandb.finish()
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Write an event; also called from the thread that writes checkpoints."""
+        """Write an event to `events.jsonl` with step and time; also called from the thread that writes checkpoints."""
         if not self._writes:
             return
         progress, privacy = self._progress(), self._config.privacy
@@ -132,7 +132,7 @@ class RunLog:
     # ---- numbers -------------------------------------------------------------------------------------------------------
 
     def outcome(self, outcome: StepOutcome) -> None:
-        """Note the metrics of a step; every `run.log_every` steps a line is written."""
+        """Record the metrics of a step; every `run.log_every` steps a line is written to `metrics.jsonl`."""
         config, attempt = self._config, outcome.attempt
         limit = config.optimizer.max_norm
         self.clipped.append(bool(limit) and outcome.grad_norm > limit and config.privacy is None)
@@ -155,7 +155,7 @@ class RunLog:
         self._write({**line, "time": self._time()})
 
     def evaluation(self, measured: Measured, more: Mapping[str, Any], seconds: float) -> None:
-        """Write a validation loss, with `more` numbers, and the seconds that the evaluation took."""
+        """Write a validation loss, the further numbers `more`, and the seconds that the evaluation took to `metrics.jsonl`."""
         progress, first = self._progress(), self._last_eval is None
         attempts = progress.attempt - self._attempts_before
         step_seconds = (time.perf_counter() - self._started - seconds) / attempts if attempts > 0 else None
@@ -182,17 +182,17 @@ class RunLog:
             self.event({"event": "eval_cost", "share_of_time_by_interval": {**costs, "auto": 0.05}})
 
     def eval_fits(self, share: float) -> bool:
-        """Whether the time since the last evaluation is long enough for another, at this share of the time."""
+        """Whether another evaluation now would take at most the fraction `share` of the time since the last one."""
         if self._last_eval is None:
             return True
         return (time.perf_counter() - self._clock_at_eval) * share >= self._last_eval
 
     def eval_share(self) -> float:
-        """Share of the time since this process began that evaluation took."""
+        """Fraction of the time since this process began that evaluation took."""
         return self.eval_seconds / max(1e-9, time.perf_counter() - self._started)
 
     def _time(self) -> dict[str, Any]:
-        """Speeds since the last line; they differ from run to run."""
+        """Speeds and memory since the last line of metrics, which differ from run to run."""
         config, world, now, tokens = self._config, self._world, time.perf_counter(), self._progress().tokens
         seconds, new = now - self._last, tokens - self._last_tokens
         self._last, self._last_tokens = now, tokens
@@ -211,7 +211,7 @@ class RunLog:
         }
 
     def _advise(self, advice: str | None) -> None:
-        """Report once per config key that more data workers or prefetching would help."""
+        """Write an event, once per config key, if more data workers or prefetching would help."""
         key = None if advice is None else advice.partition(":")[0]
         if key is not None and key != self._advised:
             self.event({"event": "data_starved", "text": advice})
@@ -229,7 +229,7 @@ class RunLog:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss); infinite where that overflows."""
+    """exp(loss), the perplexity of a mean loss in nats; infinite where that overflows."""
     return math.inf if loss >= 700 else math.exp(loss)
 
 
@@ -240,7 +240,7 @@ def peak_host_memory() -> int:
 
 
 def flops_per_token(model: torch.nn.Module, length: int) -> float:
-    """FLOPs of forward and backward per token: 6 per weight that is multiplied, and 6·T·D per layer of causal attention."""
+    """FLOPs of forward and backward per token: 6 per multiplied weight, and 6 · length · width per causal attention layer."""
     tables = sum(p.numel() for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters())
     weights = sum(p.numel() for p in model.parameters()) - tables
     if isinstance(model, GPT):
@@ -250,6 +250,6 @@ def flops_per_token(model: torch.nn.Module, length: int) -> float:
 
 
 def peak_flops(device: torch.device) -> float:
-    """Peak FLOP/s of a GPU in `PEAK_TERAFLOPS`; 0 for any other device."""
+    """Peak FLOP/s of a GPU that `PEAK_TERAFLOPS` lists; 0 for any other device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((peak * 1e12 for known, peak in PEAK_TERAFLOPS.items() if known in name), 0.0)

@@ -12,7 +12,7 @@ TRAIL = 200
 
 @dataclass(frozen=True)
 class RunProgress:
-    """Progress of a run; a new value replaces it after every step.
+    """How far a run has come: step, data position and what was skipped; a new value replaces it after every step.
 
     Example:
         >>> RunProgress().after(position=0, stepped=True).step
@@ -20,33 +20,33 @@ class RunProgress:
     """
 
     step: int = 0
-    """Optimizer steps taken."""
+    """Number of optimizer steps taken."""
     position: int = 0
-    """Position in the data of the next batch."""
+    """Data position of the next batch: its index in the run's sequence of batches."""
     attempt: int = 0
-    """Steps tried, those skipped by the loss scaler and those rolled back included."""
+    """Number of steps tried, including those that the loss scaler skipped or that were rolled back."""
     tokens: int = 0
-    """Tokens of all steps whose metrics have arrived."""
+    """Number of tokens of all steps whose metrics have arrived."""
     skipped: frozenset[int] = frozenset()
-    """Positions in the data that are left out after rollbacks."""
+    """Data positions (indices in the run's sequence of batches) whose batches are left out after rollbacks."""
     trail: tuple[tuple[int, int], ...] = ()
-    """(step, position) of the last `TRAIL` attempts."""
+    """(step, data position) of the last `TRAIL` attempts."""
     repeats_until: int = 0
     """Steps before this one were logged before a rollback and are computed again."""
     best: Mapping[str, Any] | None = None
-    """{"loss": lowest validation loss, "step": its step}."""
+    """{"loss": lowest validation loss, "step": its step}; None before the first evaluation."""
     evaluated: int = 0
     """Step of the last evaluation."""
     unhealthy: bool = False
-    """Whether the last evaluation found dead or saturated units."""
+    """Whether the last evaluation found dead or saturated spiking units."""
 
     @property
     def repeating(self) -> bool:
-        """Whether the next step was logged before a rollback."""
+        """Whether the next step repeats one that was logged before a rollback."""
         return self.step < self.repeats_until
 
     def after(self, position: int, stepped: bool) -> Self:
-        """Progress after an attempt on the batch at `position`; the loss scaler may have skipped the step."""
+        """Progress after trying a step on the batch at `position`; `stepped` is False if the loss scaler skipped the step."""
         return replace(
             self,
             step=self.step + stepped,
@@ -56,7 +56,7 @@ class RunProgress:
         )
 
     def step_facts(self) -> dict[str, Any]:
-        """The part that is known when a step was taken, as JSON values."""
+        """The part of the progress that is known when a step was taken, as JSON values."""
         return {
             "step": self.step,
             "position": self.position,
@@ -67,12 +67,12 @@ class RunProgress:
         }
 
     def judged_facts(self) -> dict[str, Any]:
-        """The part that depends on the metrics of the steps, as JSON values."""
+        """The part of the progress that depends on metrics and evaluations (tokens, best loss), as JSON values."""
         return {name: getattr(self, name) for name in ("tokens", "best", "evaluated", "unhealthy")}
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> Self:
-        """Progress as a checkpoint saved it; raises `GramianError` naming a fact that is missing."""
+        """The progress that a checkpoint saved in its JSON values; raises `GramianError` naming one that is missing."""
         names = [field.name for field in fields(cls)]
         missing = [name for name in names if name not in facts]
         if missing:
@@ -82,10 +82,10 @@ class RunProgress:
         return cls(**{**saved, "skipped": frozenset(facts["skipped"]), "trail": trail})
 
     def rolled_back(self, saved: Self, to_before: int, bad: frozenset[int], repeatable: bool) -> Self:
-        """Progress after a rollback to `saved`; attempts, the best and what a private run has drawn are not taken back.
+        """Progress after a rollback to `saved`; attempts, the best loss and a private run's draws are not taken back.
 
-        `to_before` is the first suspicious step, `bad` the positions that are left out from now on. Steps of a private run
-        are not repeatable: they come again with other draws.
+        `to_before` is the first suspicious step, `bad` the data positions that are left out from now on. `repeatable` is False
+        in a private run, whose steps come again with other draws.
         """
         repeats_until = to_before if repeatable else self.repeats_until
         return replace(
@@ -96,6 +96,9 @@ class RunProgress:
         )
 
     def restored(self, saved: Self, repeatable: bool) -> Self:
-        """Progress at a saved state, with the skipped positions, attempts and evaluations of this one."""
+        """Progress at the step of `saved`, with the skipped positions, attempts and evaluations of this one.
+
+        The data position is that of `saved` only if steps are `repeatable`.
+        """
         position = saved.position if repeatable else self.position
         return replace(self, step=saved.step, tokens=saved.tokens, trail=saved.trail, position=position)

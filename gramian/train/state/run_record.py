@@ -22,23 +22,26 @@ RAW = 'privacy.decisions = "raw": rollbacks, the end of the run and the best che
 
 
 class Record:
-    """The record of one run, written when the run begins, and again when more is known of its privacy."""
+    """The file record.json of one run, written when the run begins, and again when more is known of its privacy."""
 
     def __init__(self, folder: Path, parts: Parts) -> None:
         self._path, self._parts = folder / "record.json", parts
         self.not_valid = self._earlier()
-        """Reasons why ε does not hold for what the run releases; empty if none is known."""
+        """Reasons why the reported ε does not hold for this run; empty if none is known."""
         if parts.config.privacy is not None and parts.config.privacy.decisions == "raw":
             self.mark_not_valid(RAW)
         self._written: Any = ()
 
     def mark_not_valid(self, reason: str) -> None:
-        """Add a reason why ε does not hold; the next `update` writes it."""
+        """Add a reason why the reported ε does not hold; the next `update` writes it to record.json."""
         if reason not in self.not_valid:
             self.not_valid.append(reason)
 
     def update(self) -> None:
-        """Write the record if it has changed: by the first process, or by the one whose row proof has failed."""
+        """Write record.json if it has changed: on rank 0, or on the process whose row proof has failed.
+
+        A row proof checks that each row of a layer's tensors depends on one sample only.
+        """
         privacy, proof, failed = self._parts.stepper.privacy_record(), {}, None
         if privacy is not None:
             proof = privacy.pop("proof")
@@ -61,7 +64,7 @@ class Record:
         self._written = known
 
     def _earlier(self) -> list[str]:
-        """Reasons that the record of this run had before it was resumed."""
+        """Reasons why ε does not hold that record.json had before this run was resumed."""
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             before = json.loads(self._path.read_text(encoding="utf-8"))
             if before["config_hash"] == self._parts.config.hash:
@@ -70,7 +73,7 @@ class Record:
 
 
 def _facts_of_run(parts: Parts) -> dict[str, Any]:
-    """Versions, machine, processes and sizes."""
+    """Versions, machine, processes and sizes of a run, as JSON values."""
     cuda = parts.world.device.type == "cuda"
     return {
         "format": FORMAT,

@@ -1,4 +1,4 @@
-"""Saving and restoring the state of a run: copies in memory, checkpoints on disk, and the way back from both.
+"""Save and restore the state of a run: snapshots in memory, and checkpoints on disk.
 
 The state is tensors (model, optimizer, K-FAC, privacy, teacher) and facts, plain values in JSON. Metrics of a step may arrive
 after the next one was taken, so facts come in two parts: those known when the step was taken, and those that depend on its
@@ -22,21 +22,21 @@ from gramian.train.state.snapshot import Copied, Snapshot, Snapshots
 from gramian.train.state.tensor_parts import Part
 
 SECTIONS = ("privacy", "kfac", "teaching")
-"""Names of `Stepper.sections`."""
+"""Names of the sections of state that a stepper may have (`Stepper.sections`)."""
 
 
 @dataclass
 class _PendingCopy:
-    """A copy that waits for the metrics of two steps: the one before it, and the next, whose loss shows what that one did."""
+    """A copy of the state that becomes a snapshot when the metrics of the step before it and of the next one are sound."""
 
     copied: Copied
     facts: dict[str, Any]
     judged: bool = False
-    """Whether the metrics of the step before it have arrived and are in the facts."""
+    """Whether the metrics of the step before the copy have arrived and are in the facts."""
 
 
 class RunSaver:
-    """Copies the state of a run, writes checkpoints into a folder and restores.
+    """Copies the state of a run to host memory, writes it to checkpoints, and restores it from either.
 
     `judged` returns the facts that depend on the metrics read so far; `on_event` receives the events of the checkpoint store,
     also from its thread.
@@ -53,27 +53,27 @@ class RunSaver:
         self.snapshots = Snapshots(parts.host.snapshots)
         self.store = CheckpointStore(folder, self._options.keep, parts.world.rank, parts.world.size, on_event=on_event)
         self.due = False
-        """Whether a snapshot is due."""
+        """Whether a snapshot of the state is due."""
         self.written = 0
-        """Step of the last checkpoint that was passed to the store."""
+        """Step of the last checkpoint that was passed to the writing thread."""
         self._pending: _PendingCopy | None = None
 
     # ---- copying -----------------------------------------------------------------------------------------------------
 
     def note_step(self, step: int) -> None:
-        """Note that a snapshot is due after this step, unless there is one: the scaler skips steps."""
+        """Mark a snapshot as due after `step` if `snapshot_every` divides it and there is none of this step yet."""
         pending = [] if self._pending is None else [self._pending.copied.step]
         if step % self._options.snapshot_every == 0 and step not in [*self.snapshots.steps, *pending]:
             self.due = True
 
     def begin_copy(self, progress: RunProgress) -> None:
-        """Copy the state, if a snapshot is due and no other copy waits for its metrics."""
+        """Copy the state, if a snapshot is due and no earlier copy still waits for its metrics."""
         if self.due and self._pending is None:
             self._pending = _PendingCopy(*self._copy(progress))
             self.due = False
 
     def judge_copy(self, position: int, calm: bool) -> None:
-        """Decide on the pending copy when the metrics of the step on the batch at `position` have arrived.
+        """Decide whether the pending copy becomes a snapshot, when the metrics of the step on batch `position` have arrived.
 
         A loss is computed before its update, so the effect of an update shows in the next loss. A copy whose own step or the
         next is under suspicion (the guard is not calm) is dropped, and another is due.
@@ -92,13 +92,13 @@ class RunSaver:
             self.write_if_due(self.snapshots.keep_copy(pending.copied, pending.facts))
 
     def snapshot(self, progress: RunProgress) -> Snapshot:
-        """Copy the state when all metrics were read; replaces a pending copy."""
+        """Copy the state to a new snapshot when all metrics were read; replaces a pending copy."""
         self._pending, self.due = None, False
         copied, facts = self._copy(progress)
         return self.snapshots.keep_copy(copied, self._with_judged(facts))
 
     def _copy(self, progress: RunProgress) -> tuple[Copied, dict[str, Any]]:
-        """Copy the tensors of the state; with it the facts that the next step changes."""
+        """Copy the tensors of the state; returns them with the facts (JSON values) that the next step changes."""
         parts, stepper = self._parts, self._parts.stepper
         tensors = tensors_of(parts.module, parts.optimizer)
         facts: dict[str, Any] = {
@@ -114,7 +114,7 @@ class RunSaver:
         return self.snapshots.copy(progress.step, tensors, steady), facts
 
     def _with_judged(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """Add what depends on the metrics up to that step; those of later steps must not have been read yet."""
+        """The facts with those added that depend on metrics up to that step; metrics of later steps must not be read yet."""
         sections = self._parts.stepper.judged_sections()
         more = {name: {**facts[name], **split(name, state, {})} for name, state in sections.items()}
         return {**facts, **self._judged(), **more}
@@ -122,18 +122,18 @@ class RunSaver:
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def write(self, snapshot: Snapshot, best: bool = False) -> None:
-        """Write a checkpoint in the background."""
+        """Write a snapshot to a checkpoint in the background; `best` marks it as the best so far."""
         self.written = snapshot.step
         self.store.write(snapshot, best=best)
 
     def write_if_due(self, snapshot: Snapshot, best: bool = False) -> None:
-        """Write a checkpoint if it is the best, or the first of its interval of `checkpoint.every` steps."""
+        """Write a snapshot to a checkpoint if it is the best, or the first in its interval of `checkpoint.every` steps."""
         every = self._options.every
         if best or snapshot.step // every > self.written // every:
             self.write(snapshot, best)
 
     def lost(self, step: int) -> str:
-        """Wait for the store; why the checkpoint of this step was not written, or "" if it was on all processes."""
+        """Wait for the writing thread; returns why the checkpoint of `step` failed on some process, or "" if none did."""
         errors = [error for error in self.store.wait() if f"step {step} " in str(error)]
         if not self._parts.world.most(float(bool(errors))):
             return ""
@@ -142,7 +142,7 @@ class RunSaver:
     # ---- restoring ---------------------------------------------------------------------------------------------------
 
     def find(self) -> LoadedCheckpoint | None:
-        """The newest checkpoint of this run; None if there is none.
+        """The newest checkpoint from which this run can be resumed; None if there is none.
 
         Raises `GramianError` if there are only checkpoints that cannot be used, or of other data or another teacher.
         """
@@ -158,7 +158,7 @@ class RunSaver:
         return found
 
     def _refuse_other_inputs(self, found: LoadedCheckpoint) -> None:
-        """Raise for data or a teacher that a checkpoint was not made with, naming the config key."""
+        """Raise if a checkpoint was made with other data or another teacher, naming the config key."""
         data = found.facts.get("data")
         before = data if isinstance(data, dict) else {}  # earlier versions noted training data alone
         for part, digest in self._parts.digests.items():
@@ -173,13 +173,13 @@ class RunSaver:
             )
 
     def read(self, found: LoadedCheckpoint) -> dict[str, Part]:
-        """The tensors of a checkpoint, as far as this process needs them."""
+        """Read the parts of a checkpoint's tensors that this process needs, {name: part}."""
         return found.parts(extents(self._parts.module, found.shapes))
 
     def restore(
         self, saved: Mapping[str, Part], facts: Mapping[str, Any], validated: int | None = None
     ) -> dict[str, Any]:
-        """Restore model, optimizer, scaler and the stepper's sections, which are returned; the caller restores the progress.
+        """Restore model, optimizer, loss scaler and the stepper's sections, which are returned; not the run's progress.
 
         For a rollback, evaluations up to step `validated` are not repeated.
         """
@@ -194,7 +194,7 @@ class RunSaver:
         return sections
 
     def state_before(self, step: int) -> tuple[dict[str, Part], dict[str, Any]]:
-        """The newest state at or before a step: in memory, else on disk, else the oldest in memory."""
+        """Tensors and facts of the newest state at or before `step`: in memory, else on disk, else the oldest in memory."""
         snapshot = self.snapshots.before(step)
         if snapshot is None:
             found = self.store.newest(self._parts.config.hash, upto=step)
@@ -205,7 +205,7 @@ class RunSaver:
         return snapshot.parts, snapshot.facts
 
     def drop_after(self, step: int) -> None:
-        """Forget copies and checkpoints of later steps, after a rollback to this one."""
+        """Discard snapshots and checkpoints of steps after `step`, to which the run was rolled back."""
         self._pending, self.due = None, False
         self.snapshots.drop_after(step)
         self.store.drop_after(step)
@@ -213,5 +213,5 @@ class RunSaver:
 
 
 def _cloned(saved: Mapping[str, Part], section: str) -> dict[str, Tensor]:
-    """The tensors of a section in memory of their own; that of a snapshot is used again."""
+    """Copies of a section's saved tensors, because the memory of a snapshot is used again."""
     return {name: part.local.clone() for name, part in saved.items() if name.startswith(f"{section}.")}

@@ -14,7 +14,7 @@ from gramian.train.state.checkpoint import CheckpointStore, LoadedCheckpoint
 from gramian.train.state.flat_state import load
 
 OF_MODEL = "model.model."
-"""Prefix of the model's tensors in a checkpoint; others, such as projectors, belong to the loss."""
+"""Prefix of the model's tensors in a checkpoint; tensors with another belong to the loss, such as feature projectors."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def load_run(path: str | Path, field: str = "run folder") -> SavedRun:
 
 
 def find_checkpoint(path: Path, field: str) -> tuple[Config, LoadedCheckpoint]:
-    """A run's config and its best checkpoint, or its newest where none was evaluated; raises as `load_run`."""
+    """A run's config and its best checkpoint, or its newest if none was evaluated; raises an error that names `field`."""
     if not is_run(path):
         raise GramianError(f"{field}: {path} holds no run; expected a folder with config.toml and checkpoints/")
     config = load_config(path / "config.toml")
@@ -66,7 +66,7 @@ def find_checkpoint(path: Path, field: str) -> tuple[Config, LoadedCheckpoint]:
 
 
 def _vocabulary(path: Path, field: str) -> int:
-    """Size of the vocabulary, from the run's record."""
+    """Number of token ids of a run, from its record.json; errors name the option `field`."""
     try:
         return int(json.loads((path / "record.json").read_text(encoding="utf-8"))["vocabulary"])
     except (OSError, ValueError, KeyError, TypeError):

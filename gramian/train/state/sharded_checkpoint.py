@@ -1,10 +1,10 @@
 """Checkpoints of states that are sharded over processes, in safetensors files, planned by `torch.distributed.checkpoint`.
 
-Its planner decides which process writes which box (replicated boxes are written once) and which boxes a process reads, so a
-checkpoint of any number of processes is read by any number. Its safetensors reader is used unchanged, its safetensors writer
-with another `write_data`: torch's own copies all of a process's shards into one more buffer, syncs a file while the last of it
-may still be in Python's buffer, leaves the file's mode to the umask, and does not hash. Its default reader and writer, which
-pickle, are not used.
+Its planner decides which process writes which box (part of a tensor; replicated ones are written once) and which boxes a
+process reads, so a checkpoint of any number of processes is read by any number. Its safetensors reader is used unchanged, its
+safetensors writer with another `write_data`: torch's own copies all of a process's shards into one more buffer, syncs a file
+while the last of it may still be in Python's buffer, leaves the file's mode to the umask, and does not hash. Its default reader
+and writer, which pickle, are not used.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +35,7 @@ Complete = Callable[[Snapshot, Path, dict[str, FileRecord]], None]
 def write_shards(
     snapshot: Snapshot, group: dist.ProcessGroup, begin: Callable[[int], Path], complete: Complete
 ) -> None:
-    """Write a snapshot, every process its shards (collective); raises on all processes if one of them failed.
+    """Write a sharded snapshot, every process its shards (collective); raises on all processes if one of them failed.
 
     Args:
         snapshot: the same step and names on every process.
@@ -51,7 +51,7 @@ def write_shards(
 
 
 def read_parts(folder: Path, needed: Mapping[str, Extent], dtypes: Mapping[str, torch.dtype]) -> dict[str, Part]:
-    """Read boxes of the tensors of a checkpoint, of any number of processes, into host memory; every process by itself."""
+    """Read boxes (index ranges) of a checkpoint's tensors into host memory, without communication; returns {name: part}."""
     parts = {name: Part(box, torch.empty(box.sizes, dtype=dtypes[name])) for name, box in needed.items()}
     try:
         read_sharded_boxes(folder, {name: _box(part) for name, part in parts.items()})
@@ -66,7 +66,7 @@ def _box(part: Part) -> ShardedBox:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Plans the writing of parts as the default planner does that of DTensors."""
+    """Plans which process writes which parts of tensors, as torch's default planner does for DTensors."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -97,7 +97,7 @@ class _ShardWriter(HuggingFaceStorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Create the folder; on rank 0, while all other ranks wait for their plans."""
+        """Create the checkpoint's folder and add its path to all plans; runs on rank 0 while all other ranks wait."""
         self.path = self._begin(self._snapshot.step)
         return [
             replace(plan, storage_data={**plan.storage_data, "folder": str(self.path)})
@@ -105,7 +105,7 @@ class _ShardWriter(HuggingFaceStorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write and sync the file of this process."""
+        """Write the safetensors file of this process and sync it."""
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         if plan.items:
@@ -118,7 +118,7 @@ class _ShardWriter(HuggingFaceStorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Complete the checkpoint; on rank 0, with the records of all files."""
+        """Complete the checkpoint on rank 0, with the sizes and checksums of all files."""
         strange = metadata.state_dict_metadata.keys() ^ self._snapshot.parts.keys()
         if strange:
             raise GramianError(f"{min(strange)}: is not on every process; expected the same names")

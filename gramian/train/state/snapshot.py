@@ -18,21 +18,21 @@ from gramian.plan.host_memory import packed
 from gramian.train.state.tensor_parts import Part, parts_of
 
 STAGED_SHARE = 0.25
-"""A state of at most this share of a device's free memory is copied on the device first, so that it may change at once."""
+"""Fraction of a device's free memory; a state of at most that size is first copied on the device, then to the host."""
 
 
 @dataclass(frozen=True, eq=False)
 class Copied:
-    """Tensors after `step` steps. Their memory is used again when nothing refers to this copy or to one of its parts."""
+    """Tensors of a run after `step` steps, being copied to host memory, which is reused when nothing refers to the copy."""
 
     step: int
     buffers: dict[str, Part] = field(repr=False)
-    """The copies, which may not have arrived yet; `parts` waits for them."""
+    """The host copies {name: part}, which may not have arrived yet; the property `parts` waits for them."""
     arrivals: tuple[torch.cuda.Event, ...] = field(repr=False)
 
     @property
     def parts(self) -> dict[str, Part]:
-        """The copies, after all have arrived."""
+        """The host copies {name: part}, after waiting until all have arrived."""
         for arrival in self.arrivals:
             arrival.synchronize()
         return self.buffers
@@ -40,36 +40,37 @@ class Copied:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot(Copied):
-    """The state after `step` steps."""
+    """The whole state of a run after `step` steps: tensors in host memory, and facts (JSON values)."""
 
     facts_text: str = field(repr=False)
     """The facts as JSON text, so that a rollback gets what a resume from disk would get."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts, parsed anew at every call."""
+        """The facts (plain values of the state), parsed anew from JSON at every call."""
         facts: dict[str, Any] = json.loads(self.facts_text)
         return facts
 
     @property
     def sharded(self) -> bool:
-        """Whether the state is divided among processes; the same on all of them."""
+        """Whether tensors of the state are divided among processes; the same on all of them."""
         return any(part.extent.sharded for part in self.buffers.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors in host memory."""
+        """Bytes of the snapshot's tensors in this process's host memory."""
         return sum(part.local.nbytes for part in self.buffers.values())
 
 
 class Snapshots:
-    """The newest few snapshots of a state.
+    """The newest few snapshots (host copies) of a run's state.
 
     One copy costs the state's local bytes in host memory, in a few large pieces, pinned for tensors of a GPU. The host does not
-    wait for it: steady tensors are copied on a stream of their own during the next forward and backward, and whoever changes
-    them calls `settle` before. That waits for the transfer, or, where the device has room, only for a copy on the device, which
-    takes a hundredth of the time. Memory of released copies is used again: with `keep` snapshots, the newest of which may still
-    be pending, and an older one in the checkpoint writer, `keep` + 1 are allocated (`gramian.plan.host_memory`).
+    wait for it: steady tensors, such as weights, are copied on a side stream during the next forward and backward, and whoever
+    changes them calls `settle` before. That waits for the transfer, or, where the device has room, only for a copy on the
+    device, which takes a hundredth of the time. Memory of released copies is used again: with `keep` snapshots, the newest of
+    which may still be pending, and an older one in the checkpoint writer, `keep` + 1 are allocated
+    (`gramian.plan.host_memory`).
 
     Args:
         keep: number of snapshots; one more drops the oldest first.
@@ -94,12 +95,12 @@ class Snapshots:
 
     @property
     def steps(self) -> list[int]:
-        """Steps of the snapshots, oldest first."""
+        """Step numbers of the snapshots, oldest first."""
         return [snapshot.step for snapshot in self._ring]
 
     @property
     def newest(self) -> Snapshot:
-        """The newest snapshot; there must be one."""
+        """The newest snapshot; there must be at least one."""
         return self._ring[-1]
 
     def take(
@@ -140,7 +141,7 @@ class Snapshots:
         return Copied(step, {name: Part(view.extent, buffers[name], lease) for name, view in views.items()}, arrivals)
 
     def keep_copy(self, copied: Copied, facts: Mapping[str, Any]) -> Snapshot:
-        """Make the last copy the newest snapshot.
+        """Make the result of the last `copy` the newest snapshot.
 
         `facts` is the rest of the state; a `GramianError` names one that JSON cannot hold. Tuples come back as lists.
         """
@@ -149,21 +150,21 @@ class Snapshots:
         return self._ring[-1]
 
     def settle(self) -> None:
-        """Let work that is queued on the device from now on wait until steady tensors were read and may change again."""
+        """Make device work queued from now on wait until background copies have read their tensors, which may then change."""
         for device, read in self._unsettled.items():
             torch.cuda.current_stream(device).wait_event(read)
         self._unsettled.clear()
 
     def before(self, step: int) -> Snapshot | None:
-        """The newest snapshot of that step or an earlier one."""
+        """The newest snapshot of `step` or an earlier step; None if there is none."""
         return next((snapshot for snapshot in reversed(self._ring) if snapshot.step <= step), None)
 
     def drop_after(self, step: int) -> None:
-        """Forget the snapshots of later steps, as after a rollback to `step`."""
+        """Discard the snapshots of steps after `step`, as after a rollback to it."""
         self._ring = [snapshot for snapshot in self._ring if snapshot.step <= step]
 
     def _pieces(self, shape: "_Shape") -> "list[_Piece]":
-        """Memory for a state of this shape; free memory for other shapes is released."""
+        """Host memory for a state of this shape, reused or new; free memory for other shapes is released."""
         for other in list(self._free):  # at once: the thread that writes checkpoints gives memory back
             if other != shape:
                 self._free.pop(other, None)
@@ -173,7 +174,7 @@ class Snapshots:
             return _allocate(shape)
 
     def _copy(self, sources: Mapping[str, Tensor], pieces: "list[_Piece]") -> tuple[torch.cuda.Event, ...]:
-        """Queue all copies; returns events after which they have arrived."""
+        """Queue the copies of all tensors to the host; returns events after which they have arrived."""
         beside: dict[torch.device, list[_Piece]] = {}
         for piece in pieces:
             if piece.steady:
@@ -189,7 +190,7 @@ class Snapshots:
     def _copy_beside(
         self, device: torch.device, sources: Mapping[str, Tensor], pieces: "list[_Piece]"
     ) -> torch.cuda.Event:
-        """Queue copies on the device's side stream, after the work queued so far; returns the event of their arrival.
+        """Queue host copies on the device's side stream, after the work queued so far; returns the event of their arrival.
 
         A copy on the device is in the side stream's own memory, which is not reused before it was read.
         """
@@ -218,17 +219,17 @@ _Shape = tuple[tuple[str, torch.Size, torch.dtype, torch.device, bool], ...]
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """Host memory of several tensors of one device and dtype, one after the other."""
+    """One block of host memory for several tensors of one device and dtype, one after the other."""
 
     device: torch.device
     steady: bool
     memory: Tensor
     buffers: dict[str, Tensor]
-    """Views into the memory, by name of the tensor."""
+    """Views into the block of memory, {name of the tensor: view}."""
 
 
 def _staged(sources: Mapping[str, Tensor], pieces: list[_Piece]) -> list[Tensor] | None:
-    """Copies on the device, one for each piece; None if free memory is too fragmented."""
+    """Copies of the tensors on the device, one flat tensor per block of host memory; None if device memory is fragmented."""
     try:
         return [torch.cat([sources[name].reshape(-1) for name in piece.buffers]) for piece in pieces]
     except torch.cuda.OutOfMemoryError:
@@ -236,7 +237,7 @@ def _staged(sources: Mapping[str, Tensor], pieces: list[_Piece]) -> list[Tensor]
 
 
 def _allocate(shape: _Shape) -> list[_Piece]:
-    """Allocate host memory for a state."""
+    """Allocate host memory for a state, in blocks of tensors with the same device and dtype."""
     groups: dict[Any, list[tuple[str, torch.Size]]] = {}
     for name, size, dtype, device, steady in shape:
         groups.setdefault((device, dtype, steady), []).append((name, size))
@@ -252,24 +253,24 @@ def _allocate(shape: _Shape) -> list[_Piece]:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Bytes that can be allocated: free on the device, or reserved by torch and not in use."""
+    """Bytes that can be allocated on a device: free, or reserved by torch and not in use."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
 class _Lease:
-    """Referenced by all parts of a copy; when it is collected, their memory is free."""
+    """Object that all parts of a copy refer to; when it is garbage-collected, the copy's host memory is free."""
 
     __slots__ = ("__weakref__",)
 
 
 def _give_back(free: dict[_Shape, list[list[_Piece]]], shape: _Shape, pieces: list[_Piece]) -> None:
-    """Return memory; called by the thread that released it last, without a lock: every operation is atomic by itself."""
+    """Put host memory of a copy that nothing refers to back into `free`; needs no lock, every operation is atomic."""
     free.setdefault(shape, []).append(pieces)
 
 
 def _plain(path: str, value: Any) -> Any:
-    """A value as JSON holds it; raises `GramianError` with the path of one that JSON cannot hold."""
+    """`value` as plain JSON values; raises `GramianError` with the path of one that JSON cannot represent."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):

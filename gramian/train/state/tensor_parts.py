@@ -1,4 +1,4 @@
-"""Parts of tensors: which box of a tensor this process holds, and copying boxes into tensors.
+"""Rectangular parts of tensors: which part of a tensor this process has, and copying parts into tensors.
 
 A state is {name: tensor}, DTensors under FSDP2. Everything here works on this process's own boxes; nothing is communicated.
 """
@@ -17,24 +17,24 @@ from gramian.core.errors import GramianError
 
 @dataclass(frozen=True)
 class Extent:
-    """Which box of a tensor this process has."""
+    """Index ranges of the rectangular part of a tensor that this process has: offsets and sizes along every axis."""
 
     shape: tuple[int, ...]
     """Shape of the full tensor."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     sharded: bool = False
-    """Whether the tensor is divided among processes; the same on all of them, also where one has all of it."""
+    """Whether the tensor is divided among processes; the same on all of them, also if one process has all rows."""
 
 
 def full_extent(shape: Iterable[int]) -> Extent:
-    """The box that is all of a tensor."""
+    """Index ranges that cover all of a tensor of this shape."""
     shape = tuple(shape)
     return Extent(shape, (0,) * len(shape), shape)
 
 
 def extent_of(name: str, tensor: Tensor) -> Extent:
-    """The box of a plain, replicated or sharded tensor that this process has; raises for partial sums, naming it."""
+    """Index ranges of a tensor that this process has, for plain, replicated or sharded ones; raises for partial sums."""
     if not isinstance(tensor, DTensor):
         return full_extent(tensor.shape)
     if any(not isinstance(placement, Replicate) and type(placement) is not Shard for placement in tensor.placements):
@@ -49,16 +49,16 @@ def extent_of(name: str, tensor: Tensor) -> Extent:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A box of a tensor in host memory, or a view of the tensor itself."""
+    """A rectangular part of a tensor: a copy in host memory, or a view of the tensor itself."""
 
     extent: Extent
     local: Tensor
-    """Values, of shape `extent.sizes`. Memory of a copy is used again when its snapshot and all its parts are gone."""
+    """Values of the part, of shape `extent.sizes`; memory of a copy is used again when its snapshot and parts are gone."""
     lease: object = field(default=None, repr=False)
-    """Keeps the memory of a copy reserved."""
+    """Object that keeps the memory of a copy reserved while it is referenced."""
 
     def box(self, extent: Extent) -> Tensor | None:
-        """View of another box of the same tensor; None if it is not inside this one."""
+        """View of the values in the index ranges `extent` of the same tensor; None if they are not all in this part."""
         if extent.shape != self.extent.shape:
             return None
         box = self.local
@@ -71,7 +71,7 @@ class Part:
 
 
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
-    """This process's parts of tensors as views: writing into them writes into the tensors."""
+    """This process's parts of {name: tensor}, as views: writing into them writes into the tensors."""
     known: dict[Any, Extent] = {}  # few shapes among many tensors
     parts = {}
     with torch.no_grad():
@@ -87,7 +87,7 @@ def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
 
 
 def copy_parts(parts: Mapping[str, Part], tensors: Mapping[str, Tensor]) -> None:
-    """Copy parts, which contain this process's boxes, into the tensors of the same names, in place.
+    """Copy saved parts, which must contain this process's index ranges, into the tensors of the same names, in place.
 
     All names, shapes and dtypes are checked before the first is written; a `GramianError` names the tensor that differs.
     """
@@ -105,7 +105,7 @@ def copy_parts(parts: Mapping[str, Part], tensors: Mapping[str, Tensor]) -> None
 
 
 def _fitting(name: str, part: Part, target: Part) -> Tensor:
-    """The values of a part that belong into a tensor."""
+    """The values of a saved part that belong into the tensor part `target`; raises if dtype, shape or range do not fit."""
     if part.local.dtype != target.local.dtype:
         raise GramianError(f"{name}: has dtype {part.local.dtype} in the saved state; expected {target.local.dtype}")
     if part.extent.shape != target.extent.shape:

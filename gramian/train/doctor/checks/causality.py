@@ -15,15 +15,15 @@ from gramian.train.loop.objective import logits_of
 from gramian.train.loop.stepper import seed_all
 
 UNCHANGED = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}
-"""Maximum ratio, by precision. The same kernels see the same shapes, so mostly there is not even a rounding difference."""
+"""Maximum ratio of logit changes that must not happen to those that may, by precision; mostly there is not even rounding."""
 ROWS = 4
-"""Number of rows of the examined batch."""
+"""Number of rows of the batch whose tokens are replaced."""
 CUTS = 5
-"""Number of positions from which tokens are replaced."""
+"""Number of positions from which on the tokens are replaced, one forward pass for each."""
 
 
 class _Probe:
-    """Forward passes of one batch with some tokens replaced, in training and evaluation mode."""
+    """Forward passes of one batch with some of its tokens replaced, in training and evaluation mode."""
 
     def __init__(self, run: ExaminedRun) -> None:
         self._model, self._numbers = run.trial_model, run.numbers
@@ -36,7 +36,7 @@ class _Probe:
         self._replaced_BT = (self.tokens_BT + 1 + offset_BT % max(1, vocabulary - 1)) % vocabulary
 
     def changes(self, places: list[tuple[slice, slice]]) -> list[Tensor]:
-        """For every (rows, columns) whose tokens are replaced: largest |Δ logit| [B, T], maximum of both modes."""
+        """For every (rows, columns) whose tokens are replaced: largest |Δ logit| per token [B, T], maximum of both modes."""
         found = [torch.zeros(self.tokens_BT.shape, dtype=torch.float64)] * len(places)
         training = self._model.training
         try:
@@ -60,7 +60,7 @@ class _Probe:
 
 
 def causality(run: ExaminedRun) -> list[Check]:
-    """Replace later tokens, then another row: 2·(1 + 5 + 1) forward passes of four rows.
+    """Check that logits depend neither on later tokens nor on other rows: 2·(1 + 5 + 1) forward passes of four rows.
 
     The trial model should have taken a step or two: weights that start at zero hide leaks behind them.
     """
@@ -93,7 +93,7 @@ def causality(run: ExaminedRun) -> list[Check]:
 
 
 def _ratio(fixed: Tensor, free: Tensor) -> float:
-    """max |Δ| of the logits that must not change over that of the others; infinite if nothing changes at all."""
+    """max |Δ| of the logits that must not change over max |Δ| of those that may; infinite if nothing changes at all."""
     if not fixed.numel():
         return 0.0
     moved = float(free.max())

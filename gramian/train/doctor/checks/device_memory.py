@@ -15,7 +15,7 @@ from gramian.train.loop.precision import Precision
 
 
 def device_memory(run: ExaminedRun) -> list[Check]:
-    """Plan the run's memory on the GPUs of this machine."""
+    """Check by the memory planner whether the run fits on the GPUs of this machine."""
     if run.numbers.device != "cuda":
         return [Check("memory", "no GPU", "-", True, "gramian plan --gpus N --gpu-memory GB")]
     cards = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
@@ -23,7 +23,7 @@ def device_memory(run: ExaminedRun) -> list[Check]:
 
 
 def planned(config: Config, vocabulary: int, numbers: Precision, gpus: int, gpu_memory: int) -> Check:
-    """Decide whether the run fits one GPU, or several, of `gpu_memory` bytes; K-FAC and clipping are not counted."""
+    """Check whether the run fits on one GPU of `gpu_memory` bytes, or on `gpus` of them; K-FAC and clipping are not counted."""
     needs = needs_of(config, vocabulary, cast("Kind", numbers.kind), "cuda")
     decision, hint = decide(needs, 1, gpu_memory, config.parallel.strategy), ""
     if not decision.fits:

@@ -1,4 +1,4 @@
-"""Goose's memory, computed in parallel chunks, must equal the sequential recurrence."""
+"""The states of a Goose model's memory layers, computed in parallel chunks, must equal the sequential recurrence."""
 
 import torch
 from torch import Tensor
@@ -11,11 +11,11 @@ from gramian.train.doctor.examined_run import ExaminedRun
 from gramian.train.loop.objective import logits_of
 
 TOLERANCE = 1e-4
-"""Maximum relative error of float32 states."""
+"""Maximum relative error of a memory layer's float32 states."""
 
 
 def goose_scan(run: ExaminedRun) -> list[Check]:
-    """Compare every memory with the sequential recurrence in float64, on the inputs of one forward pass."""
+    """Compare the states of every Goose memory layer with the sequential recurrence in float64, on one forward pass."""
     model = run.trial_model
     memories = {name: module for name, module in model.named_modules() if isinstance(module, LeakyMemory)}
     seen: dict[str, tuple[Tensor, Tensor]] = {}

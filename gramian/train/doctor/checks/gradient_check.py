@@ -12,13 +12,16 @@ from gramian.train.doctor.examined_run import ExaminedRun
 from gramian.train.loop.schedule import learning_rate
 
 SETTLES = 24
-"""Maximum number of steps until the loss scale is so low that nothing overflows."""
+"""Maximum number of steps in which the loss scaler may search for a scale that does not overflow."""
 
 NOT_FINITE = "not finite"
 
 
 def gradients(run: ExaminedRun) -> list[Check]:
-    """Find parameters without a gradient; afterwards the trial model has taken a step for each batch but the last."""
+    """Check that every trained parameter gets a finite gradient that is not zero in one of a few batches.
+
+    Afterwards the trial model has taken a step for each batch but the last.
+    """
     stepper, batches, config = run.trial_stepper, run.batches, run.config
     rate = learning_rate(0, config.run.steps, config.schedule, config.optimizer)
     if stepper.scaler is not None:
@@ -45,7 +48,7 @@ def gradients(run: ExaminedRun) -> list[Check]:
 
 
 def _problem(parameter: nn.Parameter) -> str:
-    """Describe the problem of a parameter's gradient; empty if there is none."""
+    """What is wrong with a parameter's gradient: "none", "zero" or "not finite"; "" if nothing is."""
     gradient = parameter.grad
     if gradient is None:
         return "none"

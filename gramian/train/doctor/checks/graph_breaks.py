@@ -29,22 +29,22 @@ FIXES = (
     ("disable", "remove torch.compiler.disable, or call the function outside the model"),
     ("builtin", "do it outside forward: the compiler cannot see into what is not Python"),
 )
-"""(part of the compiler's reason in lower case, advice); the first match counts."""
+"""Advice for graph breaks: (text in the compiler's reason, in lower case; what to change). The first match counts."""
 ANY_FIX = "move it out of forward"
 
 
 @dataclass(frozen=True)
 class Break:
-    """One place where a graph ends."""
+    """One source line where `torch.compile` ends a graph, and how to avoid it."""
 
     file: str
     line: int
     reason: str
-    """Reason of the compiler, in one line."""
+    """The compiler's reason for the break, in one line."""
     fix: str
 
     def __str__(self) -> str:
-        """Format as "file:line: reason; fix"."""
+        """The break as "file:line: reason; fix"."""
         return f"{self.file}:{self.line}: {self.reason}; {self.fix}"
 
 
@@ -62,7 +62,7 @@ def graph_breaks(run: ExaminedRun) -> list[Check]:
 def find_breaks(
     model: nn.Module, tokens_BT: Tensor, documents_BT: Tensor | None, numbers: Precision
 ) -> tuple[Break, ...]:
-    """Trace a forward pass as `torch.compile` does, without generating code; one entry per source line.
+    """Trace a model's forward pass as `torch.compile` does, without generating code; returns one break per source line.
 
     Cost: a trace, seconds for a large model. Functions compiled before are compiled again afterwards.
     """
@@ -82,7 +82,7 @@ def find_breaks(
 
 @contextmanager
 def _fresh_compiler() -> Iterator[None]:
-    """Reset the compiler before and after, and keep it from logging the breaks."""
+    """Context manager that resets torch's compiler before and after, and keeps it from logging the breaks."""
     import torch._dynamo
 
     logger = logging.getLogger("torch._dynamo")
@@ -97,7 +97,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 def _one_line(reason: str) -> str:
-    """Return the first line of a reason, and its explanation."""
+    """Return the first line of the compiler's reason, and its explanation."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     explained = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
     line = f"{lines[0]} ({explained})" if explained else (lines or ["unknown"])[0]

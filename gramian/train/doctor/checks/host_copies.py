@@ -12,7 +12,7 @@ from gramian.train.doctor.examined_run import ExaminedRun
 
 
 def host_copies(run: ExaminedRun) -> list[Check]:
-    """Plan the snapshots of one process."""
+    """Check whether the snapshots of the training state fit into this host's memory, for a run of one process."""
     kfac = None if run.config.kfac is None else build_kfac(run.config)
     world = ProcessGrid(0, 1, torch.device(run.numbers.device))
     try:

@@ -27,21 +27,21 @@ from gramian.train.loop.objective import IGNORED, logits_of
 from gramian.train.loop.plain_stepper import PlainStepper
 
 NEAR = 0.02
-"""Maximum relative distance of an untrained model's loss from ln V + ½σ²."""
+"""Maximum relative distance of an untrained model's loss from ln V + ½σ²: V ids, σ² the variance of the logits."""
 SPREAD = 0.2
-"""Maximum of ½σ² / ln V: an untrained model must not prefer some tokens by more."""
+"""Maximum of ½σ² / ln V, V ids, σ² the variance of the logits: an untrained model must not prefer some tokens by more."""
 SAME = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-5, "fp16": 1e-5}
-"""Maximum relative difference of two ways to sum the same cross-entropies, in float32 or wider."""
+"""Maximum relative difference of the run's loss and the same cross-entropy computed by this check, by precision."""
 
 
 @dataclass(frozen=True)
 class _First:
-    """Results of the first forward pass, means per counted token."""
+    """Loss and logits of the first forward pass, as means per token that has a target."""
 
     loss: float
-    """Loss of the objective."""
+    """Loss that the run's objective computes, in nats per token."""
     plain: float
-    """−log softmax(logits) at the next token, computed here."""
+    """Mean −log softmax(logits) at the next token, computed from the logits by this check."""
     variance: float
     """Variance σ² of the logits over the vocabulary."""
     vocabulary: int
@@ -62,7 +62,7 @@ def initial_loss(run: ExaminedRun) -> list[Check]:
 
 
 def _uniform(batch: StepBatch, vocabulary: int) -> StepBatch:
-    """Replace the tokens of a batch by uniformly drawn ones."""
+    """A copy of a batch whose tokens are drawn uniformly from the vocabulary; ignored targets stay ignored."""
     generator, micro = torch.Generator().manual_seed(0), []
     for rows in batch.micro:
         B, T = rows["tokens"].shape

@@ -16,20 +16,20 @@ EARLY, FALLEN = 1 / 3, 0.4
 """After the fraction `EARLY` of the steps, a rate is given up unless the loss is below the fraction `FALLEN` of the first;
 measured on widths of 32 to 128 with AdamW and SGD."""
 MAX_NORM = 1.0
-"""Gradient clipping if the config has none: a constant rate without warm-up needs it."""
+"""Gradient norm to clip at if the config clips none: a constant rate without warm-up needs clipping."""
 
 
 @dataclass(frozen=True)
 class _Try:
-    """Result of training at one learning rate."""
+    """Result of training on the same few windows at one learning rate."""
 
     rate: float
     loss: float
-    """Lowest loss."""
+    """Lowest loss that was reached, in nats per token."""
     steps: int
-    """Steps until the lowest loss."""
+    """Number of steps until the lowest loss."""
     given_up: bool
-    """Training stopped early because the loss fell too slowly."""
+    """Whether training stopped early because the loss fell too slowly."""
 
     def __str__(self) -> str:
         return f"{self.loss:.3f} nat, {self.steps} steps, lr {self.rate:g}"

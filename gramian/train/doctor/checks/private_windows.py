@@ -1,4 +1,4 @@
-"""With [privacy], rows and loss of a window must depend on that window alone: each window has its own gradient to clip."""
+"""With [privacy], layer rows and loss of a window must depend on that window only: its gradient is clipped separately."""
 
 import dataclasses
 
@@ -10,11 +10,11 @@ from gramian.train.loop.objective import Objective
 from gramian.train.loop.private_stepper import PrivateStepper
 
 FEW = 4
-"""Number of windows of the independence check."""
+"""Number of windows whose losses are checked for independence."""
 
 
 def private_windows(run: ExaminedRun) -> list[Check]:
-    """Run the row proof on the windows of one backward pass, and check the loss of four windows for independence.
+    """Check that each row of a layer's tensors (the row proof), and each window's loss, depends on one window only.
 
     Works on a private copy of the model: nothing is released, no sample is drawn and no key is stored.
     """
@@ -30,7 +30,7 @@ def private_windows(run: ExaminedRun) -> list[Check]:
 
 
 def _row_proof(run: ExaminedRun, stepper: PrivateStepper) -> Check:
-    """Run the proof that precedes the first step, on the first windows in the run's order."""
+    """Check by the row proof, as before the first private step, that each row of a layer's tensors depends on one window."""
     try:
         stepper.loss(stepper.module, rows_of(run.batch(run.backward_windows)))
     except GramianError as problem:

@@ -12,11 +12,11 @@ from gramian.train.doctor.examined_run import ExaminedRun
 from gramian.train.loop.schedule import learning_rate
 
 FAR = 0.1
-"""Fraction of its initial value that a scalar must be able to move."""
+"""Fraction of its initial value by which the schedule must be able to move a scalar parameter."""
 
 
 def scalar_reach(run: ExaminedRun) -> list[Check]:
-    """Compare Σ lr with the initial value of every scalar parameter."""
+    """Compare Σ lr over the run, which bounds a scalar's movement under AdamW, with every scalar parameter's initial value."""
     config, steps = run.config, run.config.run.steps
     scalars = {
         n: float(p.detach()) for n, p in run.trial_model.named_parameters() if p.requires_grad and p.numel() == 1

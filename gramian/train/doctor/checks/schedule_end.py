@@ -8,7 +8,7 @@ from gramian.train.loop.schedule import SCHEDULES, learning_rate
 
 
 def schedule_end(config: Config) -> list[Check]:
-    """Compare the last step's rate with the floor, or with the peak if the schedule does not decay."""
+    """Check that the last step's learning rate is schedule.floor, or optimizer.lr if the schedule does not decay."""
     schedule, steps = config.schedule, config.run.steps
     last = learning_rate(steps - 1, steps, schedule, config.optimizer)
     end = schedule.floor if SCHEDULES[schedule.kind].decays else config.optimizer.lr

@@ -16,15 +16,15 @@ from gramian.train.loop.plain_stepper import PlainStepper
 from gramian.train.loop.precision import Precision
 
 CUTS = (1, 2, 4)
-"""Numbers of micro-batches that the batch is split into."""
+"""Numbers of micro-batches that the same batch is split into."""
 EQUAL = {"fp64": 1e-12, "fp32": 1e-6, "tf32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
-"""Maximum ‖g − g'‖ / ‖g‖, by precision; under autocast each micro-batch's gradient of a matrix is rounded."""
+"""Maximum ‖g − g'‖ / ‖g‖ of the gradients g, g' of two splits, by precision; autocast rounds each micro-batch's gradient."""
 SHORTEST = 4
 """Minimum number of tokens of a shortened window."""
 
 
 def split_invariance(run: ExaminedRun) -> list[Check]:
-    """Compare gradients of 1×N, 2×N/2 and 4×N/4 windows: three backward passes of the trial model, no step."""
+    """Compare the gradients of one batch in 1, 2 and 4 micro-batches: three backward passes of the trial model, no step."""
     stepper, rows = run.trial_stepper, unequal(shortened(run.rows, run.backward_windows))
     count = len(rows["tokens"])
     reference, *found = [_gradient(stepper, split(rows, pieces)) for pieces in CUTS]
@@ -49,7 +49,7 @@ def shortened(rows: dict[str, Tensor], windows: int) -> dict[str, Tensor]:
 
 
 def unequal(rows: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Count only the first (r + 1)/N of the targets of window r of N, at least one."""
+    """Give windows unequal numbers of targets: window r of N counts the first (r + 1)/N of them, at least one."""
     count, length = rows["tokens"].shape
     device = rows["tokens"].device
     counted_N = (torch.arange(1, count + 1, device=device) * length // count).clamp(min=1)
@@ -58,7 +58,7 @@ def unequal(rows: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def split(rows: dict[str, Tensor], pieces: int) -> StepBatch:
-    """Split rows into a step of `pieces` micro-batches."""
+    """Split rows, {name: [N, T]}, into a step of `pieces` micro-batches."""
     parts = {name: values.chunk(pieces) for name, values in rows.items()}
     micro = [{name: values[number] for name, values in parts.items()} for number in range(pieces)]
     return StepBatch(0, micro, tokens=int((rows["targets"] != IGNORED).sum()))

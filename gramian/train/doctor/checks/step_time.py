@@ -17,7 +17,7 @@ ENOUGH = 3.0
 
 
 def step_time(run: ExaminedRun) -> list[Check]:
-    """Time at most four steps of at most two micro-batches, which change the trial model."""
+    """Time up to four steps of at most two micro-batches and extrapolate to the whole run; the trial model changes."""
     config = run.config
     rows = min(config.data.batch, MICRO_BATCHES * run.backward_windows)
     seconds = []

@@ -6,7 +6,7 @@ from gramian.train.loop.objective import IGNORED
 
 
 def target_tokens(run: ExaminedRun) -> list[Check]:
-    """Compare targets and tokens of the first batch."""
+    """Check on the first batch that every target is the next token, and that as many targets are counted as divided by."""
     batch = run.batches[0]
     wrong = seen = counted = 0
     for micro in batch.micro:

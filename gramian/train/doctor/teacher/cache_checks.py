@@ -10,7 +10,7 @@ from gramian.train.doctor.examined_run import ExaminedRun
 
 
 def cache_files(cache: Cache) -> Check:
-    """Verify the checksum of every file; reads all of them once, at one or two GB per second."""
+    """Verify the checksum of every file of a teacher's cache; reads all of them once, at one or two GB per second."""
     size = sum(record.bytes for record in cache.manifest.files.values())
     try:
         count = cache.verify()
@@ -20,7 +20,7 @@ def cache_files(cache: Cache) -> Check:
 
 
 def cache_rows(run: ExaminedRun, cache: Cache) -> Check:
-    """Compare random rows of the cache with the teacher's output."""
+    """Check random rows of a teacher's cache against what the live teacher computes for the same windows."""
     config = run.config
     assert config.teacher is not None
     if not config.teacher.path:

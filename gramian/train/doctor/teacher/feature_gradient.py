@@ -1,4 +1,4 @@
-"""The feature loss must have a gradient in the student."""
+"""The loss on hidden features must have a gradient in the student."""
 
 import math
 
@@ -14,7 +14,7 @@ from gramian.train.loop.objective import IGNORED
 
 
 def feature_gradient(run: ExaminedRun, objective: DistillObjective, teaching: Teaching) -> Check:
-    """Compute the student's gradient of the feature loss alone, without the losses on logits."""
+    """Check that the feature loss, without the losses on logits, has a gradient above 0 in the student."""
     micro = run.batch(ROWS).micro[0]
     alone = DistillObjective(objective.model, RowObjective(kd_weight=0.0, ce_weight=0.0), objective.features)
     arguments = teaching.arguments(micro) | {"feature_weight": 1.0}

@@ -26,28 +26,32 @@ from gramian.train.loop.objective import IGNORED, logits_of
 ROWS = 8
 """Number of examined windows."""
 NEAR = 0.02
-"""Maximum relative distance of the first loss from its expected value."""
+"""Maximum relative distance of the first distillation loss from its expected value."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _FirstLoss:
-    """Results of a few windows before any step."""
+    """Distillation loss and logits of a few windows before any step."""
 
     loss: float
-    """Mean over tokens."""
+    """Distillation loss, mean over tokens."""
     sums: Tensor
-    """Sums of the loss, in the order of `SUMS`."""
+    """Sums over tokens that the distillation loss reports, in the order of `SUMS`."""
     variance: float
-    """Variance of the student's logits over the common ids."""
+    """Variance of the student's logits over the ids that student and teacher have."""
     entropy: float
-    """Entropy of the teacher at T over the common ids; NaN if its full distribution is not available."""
+    """Entropy of the teacher at temperature T over the common ids; NaN if its full distribution is not available."""
     vocabulary: int
-    """Number of common ids."""
+    """Number of ids that student and teacher have."""
     temperature: float
 
 
 def first_distance(run: ExaminedRun, objective: DistillObjective, teaching: Teaching) -> Check:
-    """Compare the divergence that the loss adds up with the formula; a live teacher's entropy is that of its own logits."""
+    """Check the student's first divergence from the teacher against the value that an untrained student would have.
+
+    That is T² (ln V − H(p)) + ½ Var(z): T the temperature, V common ids, p the teacher at T, z the student's logits. A trained
+    student must be below T² (ln V − H(p)). A live teacher's entropy H is computed from its own logits.
+    """
     options = run.config.teacher
     assert options is not None
     found = _first_loss(run, objective, teaching)

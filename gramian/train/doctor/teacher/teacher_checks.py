@@ -34,7 +34,7 @@ def teacher(run: ExaminedRun) -> list[Check]:
 
 
 def frozen_teacher(live: LiveTeacher) -> Check:
-    """Check that no part of a live teacher is trained or in training mode."""
+    """Check that no parameter of a live teacher is trainable and no module of it is in training mode."""
     trained = [name for name, p in live.model.named_parameters() if p.requires_grad]
     trained += [name for name, module in live.model.named_modules() if module.training]
     hint = f"teacher.path: these parts of its model are not frozen: {named(trained)}" if trained else ""
