@@ -66,9 +66,9 @@ class PrivacyEngine:
             raise GramianError("secure_mode: has a secret key; expected it without insecure_reproducible=True")
         self._ledger = Ledger(accountant, insecure_reproducible=insecure_reproducible, seed=seed)
         self.stopwatch = Stopwatch()
-        """Times of the parts of a step, where GRAMIAN_PROFILE=1 asks for them."""
+        """Times of the parts of a step; recorded if the environment has GRAMIAN_PROFILE=1."""
         self.nonfinite = 0
-        """Samples that were left out because their gradient was not finite. ε does not cover this number."""
+        """Number of samples left out because their gradient was not finite. ε does not cover the publication of this number."""
         self._warned_of_nonfinite = False
         self._model: PrivateModel | None = None
         """The private model; after `detach` the last one, no longer installed."""
@@ -104,12 +104,12 @@ class PrivacyEngine:
             data_loader: this process's loader over the complete data set; under Poisson its sampler is replaced.
             noise_multiplier: σ, the standard deviation of the noise over max_grad_norm; 0: no noise.
             max_grad_norm: C, the largest norm of one sample's gradient.
-            clipping: "auto", "bookkeeping", "keep" or "two_pass"; "flat", Opacus' name for one norm over all parameters, is
-                "auto".
+            clipping: what a backward saves: "bookkeeping": inputs and output gradients; "keep": per-sample gradients;
+                "two_pass": nothing, it runs twice; "auto", or "flat" as in Opacus: the fastest within memory_budget.
             norm_algorithm: "auto", "gram" or "direct", for linear layers.
             loss_reduction: "mean" or "sum" over the samples of a batch, or the coefficient of one sample's loss.
             poisson_sampling: draw every batch by Poisson sampling; False: use the loader unchanged.
-            max_physical_batch: most samples in one backward; a draw is split into pieces.
+            max_physical_batch: most samples in one backward; a Poisson draw is split into micro-batches of at most as many.
             memory_budget: bytes, or "8GB", that clipping may save; None: about what the step's activations take.
             loss_scale: factor of the loss before backward, or the `GradScaler` that applies it.
             expected_batch: samples of a step on average over all processes; None: the loader's batch size times processes.
@@ -119,7 +119,7 @@ class PrivacyEngine:
                 alone, and repeat one run of that on one step in a thousand; a number: on one step in so many; "off": trust the
                 shapes, which is recorded.
             **opacus: `grad_sample_mode`, `secure_mode`, `noise_generator`, `criterion` and `batch_first` of Opacus' function:
-                accepted where they mean what happens here, else refused with what takes their place.
+                accepted if they ask for what gramian does anyway, else refused with what takes their place.
 
         Returns:
             The module, the optimizer, and the loader to iterate over.
@@ -163,7 +163,7 @@ class PrivacyEngine:
     def make_private_with_epsilon(
         self, *, target_epsilon: float, target_delta: float, epochs: float, data_loader: Any, **options: Any
     ) -> tuple[nn.Module, Optimizer, Any]:
-        """Call `make_private` with the least noise that spends (target_epsilon, target_delta) in so many epochs.
+        """Call `make_private` with the least noise for which `epochs` epochs spend at most (target_epsilon, target_delta).
 
         `options` are the other arguments of `make_private`, without noise_multiplier.
         """
@@ -200,7 +200,7 @@ class PrivacyEngine:
             )
 
     def detach(self) -> nn.Module:
-        """Remove everything from the model and the optimizer; the account stays.
+        """Remove all hooks from the model and the optimizer; the account of ε stays.
 
         Returns:
             The model as it was given to `make_private`.
@@ -222,16 +222,17 @@ class PrivacyEngine:
     # ---- training --------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor) -> None:
-        """Run `loss.backward()`, in two passes where what one pass saves would not fit into the memory budget."""
+        """Run `loss.backward()`; as two backwards if one would have to save more than the memory budget."""
         model = self._active()
         model.look_behind_loss(loss)
         model.clipping.backward(loss)
 
     def check_independence(self, loss_fn: Callable[..., Tensor], batch: Any) -> None:
-        """Prove that a loss keeps samples apart, by the row proof with the user's own loss.
+        """Prove that a loss does not mix the samples of a batch, by the row proof with the user's own loss.
 
         Args:
-            loss_fn: the loss of a batch: `loss_fn(*batch)` for a tuple or list, `loss_fn(batch)` else; with one more argument
+            loss_fn: the loss of a batch: `loss_fn(*batch)` for a tuple or list, `loss_fn(batch)` else; with one more
+            argument
                 it is given the model first.
             batch: tensors with the samples on dim 0, in any structure.
 
@@ -247,27 +248,27 @@ class PrivacyEngine:
     # ---- results ---------------------------------------------------------------------------------------------------
 
     def get_epsilon(self, delta: float, releases: int | None = None) -> float:
-        """ε spent so far at this δ; with `releases`, ε of the first so many."""
+        """ε spent so far at this δ, or of the first `releases` releases (noised sums, one per optimizer step)."""
         return self._ledger.accounting.epsilon(delta, releases)
 
     @property
     def released(self) -> int:
-        """Number of the next release: `steps`, except in a replay, which repeats numbers that were begun before."""
+        """Number of the next release (noised sum): `steps`, except in a replay, which repeats numbers begun before."""
         return self._ledger.counter.released
 
     @property
     def steps(self) -> int:
-        """Releases begun, lost ones included: what ε is computed from."""
+        """Number of releases (noised sums) begun, those lost in a crash included: ε is computed from it."""
         return self._ledger.counter.spent
 
     @property
     def not_replayed(self) -> str | None:
-        """Why the last `load_state_dict(…, replay=True)` did not become a replay; None: it did, or was not asked to."""
+        """Reason why the last `load_state_dict(…, replay=True)` did not replay; None: it did, or was not asked to."""
         return self._ledger.not_replayed
 
     @property
     def stepped(self) -> bool:
-        """True if the last step() released something; False on all but the last piece of a draw."""
+        """True if the last step() released a noised sum; False if its batch was not the last micro-batch of a Poisson draw."""
         return self._model is not None and self._model.step.stepped
 
     @property
@@ -277,22 +278,22 @@ class PrivacyEngine:
 
     @property
     def expected_batch(self) -> float:
-        """Samples of a step on average, by which a step divides."""
+        """Average number of samples of a step over all processes; the noised sum is divided by it."""
         return self._active().rate.expected_batch
 
     @property
     def sample_rate(self) -> float:
-        """Probability of a record to be in a step."""
+        """Probability that a record takes part in a step."""
         return self._active().rate.sample_rate
 
     @property
     def proof(self) -> dict[str, Any]:
-        """What was shown of the attribution of rows, for the record: rows, loss, and releases that it does not cover."""
+        """Record of what was proven about the attribution of rows to samples: rows, loss, and releases not covered."""
         return (self._model or self._active()).proof_record()
 
     @property
     def plan(self) -> ClippingPlan | None:
-        """How the last backward was carried out, as a table; None before the first, and for batches of one sample."""
+        """How the last backward computed norms and clipped sums, as a table; None before the first, and for single samples."""
         if self._installed is None or self._installed.clipping.plan is None:
             return None
         proof = self.proof
@@ -300,13 +301,13 @@ class PrivacyEngine:
 
     @property
     def last(self) -> ClippedBatch | None:
-        """Norms and clip factors of the last backward's samples. ε does not cover them."""
+        """Gradient norms and clip factors of the last backward's samples. ε does not cover their publication."""
         return None if self._installed is None else self._installed.clipping.last
 
     # ---- state -----------------------------------------------------------------------------------------------------
 
     def bind_counter(self, path: "str | os.PathLike[str]", *, must_exist: bool = False) -> None:
-        """Store the number of releases begun in a file beside the checkpoint, durably before each step.
+        """Store the number of releases (noised sums) begun in a file beside the checkpoint, durably before each step.
 
         Args:
             path: path of the file; the first process writes it.
@@ -315,7 +316,7 @@ class PrivacyEngine:
         self._ledger.bind(path, must_exist=must_exist)
 
     def state_dict(self) -> dict[str, Any]:
-        """Accountant, counters and the secret key: as secret as the data (`secrets.save_private` writes mode 0600).
+        """State of the accountant, counters and secret key: as secret as the data (`secrets.save_private` writes mode 0600).
 
         Raises:
             GramianError: in the middle of a draw, whose sums would be lost.
@@ -325,11 +326,12 @@ class PrivacyEngine:
         return {**self._ledger.state_dict(), "nonfinite": self.nonfinite}
 
     def load_state_dict(self, state: Mapping[str, Any], *, replay: bool = False) -> None:
-        """Go on after a resume; ε is never refunded.
+        """Load the account and the key of a checkpoint; ε that was spent since is never refunded.
 
         Args:
             state: result of `state_dict`.
-            replay: True only if the steps that follow are bit for bit those that followed the checkpoint before (same config,
+            replay: True only if the steps that follow are bit for bit those that followed the checkpoint before (same
+            config,
                 data and deterministic kernels): they are then the same releases, counted once. Else, and where weights,
                 buffers, optimizer state or number of processes are not those of the state or another version drew the noise,
                 the counter moves past every step begun; `not_replayed` then says why. Load model and optimizer before.

@@ -19,9 +19,9 @@ from gramian.taps.capture import check_arguments
 Storage = Literal["auto", "bookkeeping", "keep", "two_pass"]
 NormAlgorithm = Literal["auto", "gram", "direct"]
 GRAD_SAMPLE_MODES = ("hooks", "functorch", "ew")
-"""Values of Opacus' `grad_sample_mode` that differ in speed alone."""
+"""Values of Opacus' `grad_sample_mode` that are accepted, because they differ in speed alone."""
 SMALLEST_NORM = 1e-20
-"""Below this, clipped gradients would underflow float32."""
+"""Smallest max_grad_norm: below it, clipped gradients would underflow float32."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PrivacyOptions:
     loss_scale: "float | torch.amp.GradScaler"
 
     def __post_init__(self) -> None:
-        """Raise a `GramianError` that names the field whose value makes no private step."""
+        """Check all fields; raises a `GramianError` that names the first one with an invalid value."""
         if not is_number(self.noise_multiplier) or self.noise_multiplier < 0:
             raise GramianError(f"noise_multiplier: expected a number of at least 0, got {self.noise_multiplier!r}")
         if not is_number(self.max_grad_norm) or self.max_grad_norm < SMALLEST_NORM:
@@ -69,11 +69,11 @@ class PrivacyOptions:
 
     @property
     def budget(self) -> int | None:
-        """memory_budget in bytes."""
+        """`memory_budget` in bytes; None if it is not set."""
         return parse_bytes("memory_budget", self.memory_budget)
 
     def check_optimizer(self, module: Any, optimizer: Any) -> None:
-        """Raise a `GramianError` for an optimizer whose step cannot be made private."""
+        """Raise a `GramianError` for an optimizer whose step cannot be made private (LBFGS, closures, sparse, in-backward)."""
         if not isinstance(module, nn.Module):
             raise GramianError(f"module: expected an nn.Module, got {type(module).__name__}")
         if not isinstance(optimizer, Optimizer):
@@ -108,17 +108,17 @@ class Tuning:
     """
 
     overlap: bool = True
-    """Reduce one parameter's sum over processes while the next is formed."""
+    """Reduce one parameter's clipped sum over processes while the next is computed."""
     release: bool = True
-    """Free what a parameter saved as soon as its sum is formed."""
+    """Free a parameter's saved tensors as soon as its clipped sum is computed."""
     adaptive: bool = True
-    """Choose the norm algorithm by shape; off: the direct norm everywhere."""
+    """Choose the algorithm for per-sample norms by shape; off: the direct norm everywhere."""
     layerwise: bool = True
-    """Pass each sum on before the next is formed; off: all sums are formed first."""
+    """Add each clipped sum to `p.grad`, and reduce it, before the next is computed; off: all are computed first."""
 
 
 def check_opacus(given: Mapping[str, Any], loss_reduction: str | float) -> None:
-    """Accept arguments of Opacus' `make_private` that mean what happens here anyway.
+    """Check arguments of Opacus' `make_private`: accepted if they ask for what gramian does anyway.
 
     Args:
         given: those of `grad_sample_mode`, `secure_mode`, `noise_generator`, `criterion` and `batch_first` that were given.
@@ -126,7 +126,7 @@ def check_opacus(given: Mapping[str, Any], loss_reduction: str | float) -> None:
 
     Raises:
         TypeError: for an argument that Opacus does not have either.
-        GramianError: naming what takes the argument's place here.
+        GramianError: naming what takes the argument's place in gramian.
     """
     criterion = given.get("criterion")
     counterparts = {
@@ -164,12 +164,12 @@ def check_opacus(given: Mapping[str, Any], loss_reduction: str | float) -> None:
 
 @dataclass(frozen=True)
 class SamplingRate:
-    """How many samples a step has on average."""
+    """Expected batch size and sample rate of the steps of a private run."""
 
     expected_batch: float
-    """Samples of a step over all processes, by which it divides."""
+    """Average number of samples of a step over all processes; the noised sum is divided by it."""
     sample_rate: float
-    """Probability of a record to be in a step."""
+    """Probability that a record takes part in a step."""
     given: bool
     """True if the user gave the sample rate."""
 
@@ -177,12 +177,12 @@ class SamplingRate:
 def sampling_rate(
     loader: Any, world: int, expected_batch: float | None, sample_rate: float | None, poisson: bool
 ) -> SamplingRate:
-    """The expected batch and the sample rate, as given or as they follow from the loader.
+    """Expected batch and sample rate, as given or computed from the loader's batch size, `world` processes and records.
 
     A sample rate alone would make the expected batch rate × records: a divisor that reveals whether a record is there.
 
     Raises:
-        GramianError: if they do not follow from the loader and are not given.
+        GramianError: if they are not given and do not follow from the loader.
     """
     for field, value in (("expected_batch", expected_batch), ("sample_rate", sample_rate)):
         if value is not None and not (is_number(value) and value > 0):

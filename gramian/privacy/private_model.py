@@ -41,11 +41,12 @@ from gramian.taps.sites.site import first_tensor
 
 _private: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 EAGER = "a private step draws its noise outside of any graph; expected fullgraph=False"
-"""A graph would contain key and number of one release as constants, and draw the same noise again."""
+"""Reason for not compiling a private step: a graph would contain key and number of one release as constants, and draw the
+same noise again."""
 
 
 class PrivateModel:
-    """The installed parts of a private model, and the callbacks between them.
+    """What `make_private` installs on a model, its optimizer and its loader, and the callbacks between these parts.
 
     Forward: `_check_inputs`. Backward: `step.before_backward`, the clipping rule, `step.after_backward`. Optimizer step:
     `step.hook`. Loader: `_begin_piece`.
@@ -65,7 +66,7 @@ class PrivateModel:
         ledger: Ledger,
         stopwatch: Stopwatch,
     ) -> None:
-        """Install everything; nothing stays installed if this raises. The arguments are those of `make_private`."""
+        """Install all hooks; nothing stays installed if this raises. The arguments are those of `make_private`."""
         self.module, self.root = module, unwrap(module)
         self.options, self.proof, self._optimizer, self._ledger = options, proof, optimizer, ledger
         self._tuning, self._stopwatch = tuning, stopwatch
@@ -104,11 +105,11 @@ class PrivateModel:
 
     @property
     def installed(self) -> bool:
-        """True until `detach`."""
+        """True from construction until `detach`."""
         return self._installed is not None
 
     def detach(self) -> None:
-        """Remove everything; a sum without noise does not stay in `p.grad`."""
+        """Remove all hooks; clipped sums without noise are dropped from `p.grad`."""
         assert self._installed is not None
         self._installed.close()
         self._installed = None
@@ -116,7 +117,7 @@ class PrivateModel:
             self.sums.forget()
 
     def restart(self) -> None:
-        """Go on with the ledger's key and kind of releases after a state was loaded; the draw under way is given up."""
+        """Use the ledger's key, noise multiplier and rate after a state was loaded; the draw under way is dropped."""
         self._ledger.accounting.record(self.options.noise_multiplier, self.rate.sample_rate)
         self.step.restart()
         if self.loader is not None:
@@ -125,7 +126,7 @@ class PrivateModel:
     # ---- installation ----------------------------------------------------------------------------------------------
 
     def _open_ledger(self, stack: ExitStack, data_loader: Any) -> None:
-        """Begin the account with all that a replay must have in common with the run before."""
+        """Open the ledger with the options and data fingerprint that a replay must have in common with the first run."""
         options, rate = self.options, self.rate
         marked = {**vars(options), "expected_batch": rate.expected_batch, "sample_rate": rate.sample_rate}
         marked["loss_scale"] = type(options.loss_scale).__name__
@@ -209,14 +210,14 @@ class PrivateModel:
         self.step.begin_piece(piece)
 
     def proof_is_due(self) -> bool:
-        """True once in the steps that the secret key draws."""
+        """True if the row proof is to be repeated before this forward; the secret key decides in which steps."""
         return self.proof.is_due(self._ledger.counter.released, self._ledger.secrets.sampling_key)
 
     def _proof_failed(self) -> None:
         self.proof.fail(self._ledger.counter.released)
 
     def _check_inputs(self, inputs: tuple[Any, dict[str, Any]]) -> None:
-        """Before a forward: refuse inputs whose batch is ambiguous, and look for parameters behind them."""
+        """Before a forward: refuse inputs whose batch size is ambiguous, and collect parameters in the graph of the inputs."""
         proven = bool(hub_of(self.root).proof.proven)
         counted = self.step.progress.piece is not None or self.rate.expected_batch == 1
         refuse_ambiguous_batch(*inputs, known=proven or counted)
@@ -226,7 +227,7 @@ class PrivateModel:
         self.outside.look_behind(inputs)
 
     def look_behind_loss(self, loss: Tensor) -> None:
-        """Look for parameters behind the first loss: one walk through its graph."""
+        """Collect the parameters in the graph of the first loss, to refuse those outside the engine; later calls do nothing."""
         if not self._looked_behind_loss:
             self._looked_behind_loss = True
             self.outside.look_behind(loss)
@@ -237,13 +238,13 @@ class PrivateModel:
         return [] if last is None else last.samples_alone(samples, among)
 
     def proof_record(self) -> dict[str, Any]:
-        """What was shown of the attribution of rows: rows, loss, and releases that it does not cover."""
+        """Record of what was proven about the attribution of rows to samples: rows, loss, and releases not covered."""
         rows = "one sample a batch" if isinstance(self.clipping, SingleSampleClipping) else None
         return self.proof.record(list(hub_of(self.root).proof.proven.values()), rows)
 
 
 def _record_batches(stack: ExitStack, data_loader: Any) -> RecordingCollate | None:
-    """Let a loader that stays the user's record its last batch, until the engine is detached."""
+    """Let the user's own loader record its last batch until the engine is detached; None if it has no collate function."""
     collate = getattr(data_loader, "collate_fn", None)
     if collate is None or not isinstance(data_loader, DataLoader):
         return None

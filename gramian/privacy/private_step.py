@@ -1,7 +1,8 @@
 """One step of private training: checks around its backwards, then noise and division before the optimizer acts.
 
-A hook in front of the optimizer's step releases p.grad = (Σ_i c_i g_i + σ·C·z) / expected batch, with the sum over the pieces
-of one draw and over all processes.
+A hook in front of the optimizer's step sets p.grad = (Σ_i c_i g_i + σ·C·z) / expected batch, with clip factors c_i,
+gradients
+g_i, clip norm C and normal noise z, summed over the micro-batches of one Poisson draw and over all processes.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ from gramian.privacy.sampling.poisson import Piece
 
 
 class PrivateStep:
-    """The backwards of a step and its release; one object serves all steps of a private model."""
+    """Checks the backwards of a step and releases its noised sum; one object serves all steps of a private model."""
 
     def __init__(
         self,
@@ -40,29 +41,29 @@ class PrivateStep:
         ledger: Ledger,
         stopwatch: Stopwatch,
     ) -> None:
-        """Begin before the first step; `clipping` forms the sums of each backward and adds them to `sums`."""
+        """Store the parts; `clipping` computes the clipped sums of each backward and adds them to `sums`."""
         self._options, self._rate, self._trained, self._outside = options, rate, dict(trained), outside
         self._sums, self._clipping, self._ledger, self._stopwatch = sums, clipping, ledger, stopwatch
         self.on_clipped: Callable[[ClippedBatch], None] = lambda clipped: None
-        """Called with the norms and factors of every backward."""
+        """Called after every backward with the norms and clip factors of its samples."""
         self.stepped = False
-        """True if the last step released something; False on all but the last piece of a draw."""
+        """True if the last step released a noised sum; False after a micro-batch that is not the last of its draw."""
         self.restart()
 
     def restart(self) -> None:
-        """Give up the draw under way, and draw noise with the ledger's key from now on."""
+        """Drop the sums of the draw under way, and use the ledger's present noise key from now on."""
         shapes = [(name, tuple(p.shape)) for name, p in self._trained.items()]
         self._noise = NoisePlan(self._ledger.secrets.noise_key, shapes)
         self.progress = DrawProgress()
         self._sums.forget()
 
     def begin_piece(self, piece: Piece) -> None:
-        """Begin a piece of a draw, whose batch the loader yields now."""
+        """Begin a piece (micro-batch) of a Poisson draw, whose batch the loader yields now."""
         if self.progress.begin(piece):
             self._sums.forget()
 
     def before_backward(self, rows: int) -> None:
-        """Raise a `GramianError`, before anything is summed, if samples of a backward would count more than once."""
+        """Raise a `GramianError`, before anything is summed, if samples of this backward of `rows` would count twice."""
         self._outside.refuse()
         self._sums.begin()
         limit = self._options.max_physical_batch
@@ -75,13 +76,13 @@ class PrivateStep:
             self.progress.check_backward(rows)
 
     def after_backward(self) -> None:
-        """Count a backward whose sums have arrived."""
+        """Count a backward whose clipped sums were added, and report its norms to `on_clipped`."""
         if self._clipping.last is not None:
             self.on_clipped(self._clipping.last)
         self.progress.end_backward()
 
     def hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Before the optimizer's step: run a closure, release what was summed, and pass the closure's loss on."""
+        """Optimizer pre-step hook: run the closure, if any, add noise to the sums, and replace the closure by its loss."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         if closure is None:
             self._before_step(optimizer)
@@ -92,7 +93,7 @@ class PrivateStep:
         return (args[0], *args[2:]), {**kwargs, "closure": _once(loss)}
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        """Add noise and divide, or on all but the last piece of a draw move the sum aside."""
+        """Add noise and divide; if the micro-batch is not the last of its draw, only set its sum aside."""
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         if stepped != {id(p) for p in self._trained.values()}:
             raise GramianError(
@@ -123,7 +124,7 @@ class PrivateStep:
         self._stopwatch.step += 1
 
     def _account_for_backwards(self) -> None:
-        """Without Poisson sampling, several batches in one step raise its sample rate."""
+        """Without Poisson sampling, multiply the sample rate of a step by the number of batches that were summed in it."""
         rate = min(1.0, self._rate.sample_rate * max(1, self.progress.passes_since_step))
         accounting = self._ledger.accounting
         if accounting.mechanism == "gdp" and self._ledger.counter.spent and accounting.history[-1][1] != rate:
@@ -135,7 +136,7 @@ class PrivateStep:
 
 
 def _once(loss: Any) -> Callable[[], Any]:
-    """A closure for the optimizer that returns the loss of the one that has run; a second call is a `GramianError`."""
+    """A closure for the optimizer that returns the loss already computed; a second call raises a `GramianError`."""
     given = iter((loss,))
 
     def closure() -> Any:

@@ -1,7 +1,8 @@
-"""The capture: taps read (input, output gradient) of every layer in a backward pass, once, for all statistics.
+"""The capture: taps on every layer read its inputs and output gradients in a backward pass, once, for all statistics.
 
-`hub_of(model)` holds the taps of a model, `Capture` lets statistics observe it, a `Site` explains one kind of layer, and the
-row proof (`gramian.taps.proof`) shows that rows are attributed to the right samples.
+`hub_of(model)` has the taps of a model, `Capture` lets statistics observe it, a `Site` defines how one kind of layer is
+tapped,
+and the row proof (`gramian.taps.proof`) shows that rows are attributed to the right samples.
 """
 
 from gramian.taps.capture import Capture

@@ -1,13 +1,17 @@
-"""The audit: the gradient that the taps explain must be autograd's, for every trainable parameter, in every backward.
+"""The audit: the gradient computed from the taps must be autograd's, for every trainable parameter, in every backward.
 
-Σ_i g_i from the records is compared with the gradient that reaches the parameter in this backward, before any reduction
-over processes. It catches a weight used outside its layer, a wrong orientation, double counts, forgotten uses and a penalty
-on the weights that enters the loss, in one comparison.
+The sum Σ_i g_i of the taps' per-sample gradients is compared with the gradient that reaches the parameter in this backward,
+before any reduction over processes. It catches a weight used outside its layer, a wrong orientation, double counts,
+forgotten
+uses and a penalty on the weights that enters the loss, in one comparison.
 
-The first time a parameter gets a gradient, the entire gradients are compared. Cost: one more weight gradient, once. After that
-one parameter in sixteen is compared in each backward, by turns: a penalty on all weights shows at once, one on a single weight
+The first time a parameter gets a gradient, the entire gradients are compared. Cost: one more weight gradient, once. After
+that
+one parameter in sixteen is compared in each backward, by turns: a penalty on all weights shows at once, one on a single
+weight
 within sixteen backwards. Both gradients are projected on random directions: their difference Δ shows as numbers of mean 0
-and variance ‖Δ‖². Cost: one pass over the gradient and over the tensors that the taps read, and one wait for the device at the
+and variance ‖Δ‖². Cost: one pass over the gradient and over the tensors that the taps read, and one wait for the device at
+the
 end of the backward. No collective runs, except in a tensor-parallel model, whose backward is one anyway and of which first
 gradients alone are compared.
 """
@@ -30,35 +34,35 @@ from gramian.taps.records import ParameterRecord
 from gramian.taps.roles import ParameterInfo
 
 AGREES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
-"""Largest relative difference of entire gradients, by the narrowest dtype that took part."""
+"""Largest relative difference between a parameter's gradient by taps and autograd's, by the narrowest dtype in either."""
 PROJECTED = 8
-"""Largest projected difference as a multiple of its rounding, in the mean square over directions."""
+"""Largest allowed root-mean-square difference of projected gradients, as a multiple of the expected rounding error."""
 TENSOR_FLOAT_32 = 2.0**-10
 TURNS = 16
-"""A parameter whose entire gradient was compared is projected in one backward of so many; each has its turn."""
+"""Once its entire gradient was compared, a parameter is compared in one of this many backwards, by projections."""
 TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass
 class Projections:
-    """Projections of one backward's gradients on K directions for each parameter."""
+    """Projections of one backward's gradients, by taps and by autograd, on K random directions per parameter."""
 
     directions: dict[tuple[tuple[int, ...], torch.device], Directions]
-    """Directions by shape and device; the model's hub stores them, so that they are drawn once."""
+    """Random directions by parameter shape and device; the model's hub stores them, so that they are drawn once."""
     tensor_float_32: bool
     """True if the user's own products of float32 matrices may be rounded to TF32; inside a backward, taps switch that off."""
     explained: dict[str, list[Tensor]] = field(default_factory=dict)
-    """{parameter: projected terms that the taps explain, [terms, K] for each of its records}."""
+    """{parameter: terms [n, K], for each of its records, whose sum is the projected gradient by the taps}."""
     arrived: dict[str, list[Tensor]] = field(default_factory=dict)
-    """{parameter: G v_k of autograd's gradients, [M, K] each}."""
+    """{parameter: G v_k [M, K] of each gradient G, seen as [M, N], that autograd computed}."""
     _rounding: dict[str, float] = field(default_factory=dict)
-    """{parameter: ε of the products and of the sums that made its gradient}."""
+    """{parameter: relative rounding error ε of the products that made its gradient}."""
     _sequential: set[str] = field(default_factory=set)
-    """Parameters whose tokens autograd may add up in their own dtype."""
+    """Parameters whose gradient autograd may sum over tokens one after the other in the tokens' own dtype."""
     _left: dict[str, Tensor] = field(default_factory=dict)
 
     def explain(self, record: ParameterRecord, device: torch.device) -> None:
-        """Project the gradient that the taps explain, of one use or of several."""
+        """Project a parameter's gradient, as the taps computed it for one record, and store the terms in `explained`."""
         name, gradient = record.parameter, record.gradient
         terms = gradient.projected(self._directions(gradient.shape, device))
         self.explained.setdefault(name, []).append(terms)
@@ -67,18 +71,20 @@ class Projections:
             self._sequential.add(name)
 
     def arrive(self, name: str, gradient: Tensor) -> None:
-        """Project a gradient that autograd computed."""
+        """Project a gradient that autograd computed for the parameter `name`, and store it in `arrived`."""
         directions = self._directions(tuple(gradient.shape), gradient.device)
         self.arrived.setdefault(name, []).append(directions.along_rows(gradient))
         self._left[name] = directions.sides(wide_dtype(gradient))[0]
         self._round(name, gradient.dtype, gradient.device, gradient.dim())
 
     def disagreement(self) -> str | None:
-        """The first parameter whose gradient the taps do not explain. Waits for the device once.
+        """Name of the first parameter whose projections by taps and by autograd differ, else None. Waits for the device once.
 
-        Rounding, in the mean over directions: a product that is rounded, or taken of rounded operands, is off by ε times its
-        norm. A sum of n terms of one sign, added one after the other, is off by some ε n times their norm, with ε of the
-        accumulator: float32 for products of matrices and on a GPU; on a CPU tables, biases and norms have their own.
+        Allowed rounding error, in the mean over directions: a product that is rounded, or taken of rounded operands, is off
+        by ε
+        times its norm. A sum of n terms of one sign, added one after the other, is off by some ε n times their norm, with ε
+        of the
+        accumulator: float32 for products of matrices and on a GPU; on a CPU tables, biases and norms add in their own dtype.
         """
         if not self.arrived:
             return None
@@ -109,7 +115,7 @@ class Projections:
         return self.directions[shape, device]
 
     def _round(self, name: str, dtype: torch.dtype, device: torch.device, axes: int) -> None:
-        """Note the widest rounding of a parameter's products; convolutions have a switch of their own for TF32."""
+        """Record the coarsest rounding ε of a parameter's products; convolutions (`axes` > 2) have their own TF32 switch."""
         eps = torch.finfo(dtype).eps
         rounds = self.tensor_float_32 or (axes > 2 and torch.backends.cudnn.allow_tf32)
         if device.type == "cuda" and dtype == torch.float32 and rounds:
@@ -133,7 +139,7 @@ def _sums_and_norms(groups: list[list[Tensor]], signs: list[Tensor] | None = Non
 
 
 class Audit:
-    """Collects both sides of the comparison during one backward."""
+    """Compares, for one backward, each parameter's gradient as computed from the taps with autograd's."""
 
     def __init__(
         self,
@@ -143,19 +149,20 @@ class Audit:
         tensor_parallel: TensorParallel | None = None,
         listens: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Watch nothing yet.
+        """Store the arguments; no parameter is watched yet.
 
         Args:
             parameters: the parameters to compare.
             projections: receives the projections of this backward.
             known: parameters whose entire gradient was compared before; projections are compared now.
-            tensor_parallel: processes that took a share of the samples each, whose explained gradients are added up.
-            listens: returns False while a proof runs the model untapped.
+            tensor_parallel: processes that took a share of the samples each, whose gradients by taps are added up.
+            listens: returns False while a proof runs the model untapped; gradients of such a run are ignored.
         """
         self._tensor_parallel, self._listens = tensor_parallel, listens
         self._known, self._projections = known, projections
         self._rounding: dict[str, tuple[Tensor, torch.dtype, int]] = {}
-        """{parameter: the size of the terms of its sum, their narrowest dtype, and how many are added up in it}."""
+        """{parameter: upper bound of the sum of its terms' norms, their narrowest dtype, number of terms added in that dtype}.
+        """
         self._totals: dict[str, Tensor] = {}
         self._arrived: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
@@ -164,7 +171,7 @@ class Audit:
         self._names = dict.fromkeys(parameters)
 
     def watch(self, name: str, tensor: Tensor) -> None:
-        """Hook the local gradient that reaches this tensor (under FSDP2 the unsharded one that the forward reads)."""
+        """Hook `tensor` to read the local gradient of parameter `name` (under FSDP2 the unsharded weight of the forward)."""
         known = name not in self._names or id(tensor) in self._watched
         if not known and tensor.requires_grad and tensor.is_leaf and self._is_read(tensor):
             self._watched[id(tensor)] = tensor
@@ -182,7 +189,7 @@ class Audit:
         return self._tensor_parallel is not None and tensor.device_mesh == self._tensor_parallel.mesh
 
     def record(self, record: ParameterRecord) -> None:
-        """Add a gradient that the taps explain."""
+        """Add a parameter's gradient, as the taps computed it for one record, to the taps' side of the comparison."""
         if record.parameter not in self._watched_names:
             return
         if record.parameter in self._known:
@@ -199,7 +206,7 @@ class Audit:
 
     @staticmethod
     def _terms(gradient: PerSampleGradient) -> int:
-        """Number of terms that autograd may add up one after the other in their own dtype: torch does so on a CPU."""
+        """Number of terms of a gradient that autograd may add one after the other in their own dtype (on a CPU); else 0."""
         last = gradient.tensors()[-1]
         return 0 if gradient.summed_wide or last.device.type != "cpu" else last.shape[:2].numel()
 
@@ -215,7 +222,7 @@ class Audit:
         self._arrived[name] = self._arrived[name] + gradient if name in self._arrived else gradient.clone()
 
     def verdict(self) -> frozenset[str]:
-        """Compare both sides once the backward is over, and remove the hooks.
+        """Compare the gradients by taps with autograd's after the backward, and remove the hooks.
 
         A parameter that this backward did not differentiate (`torch.autograd.grad` with respect to inputs), or whose
         gradient is not finite, is left for a later one.
@@ -224,7 +231,7 @@ class Audit:
             The parameters whose entire gradients were compared.
 
         Raises:
-            GramianError: naming the first parameter whose gradient the taps do not explain.
+            GramianError: naming the first parameter whose two gradients differ.
         """
         self.release()
         name = self._projections.disagreement()
@@ -262,7 +269,7 @@ class Audit:
         return frozenset(compared)
 
     def release(self) -> None:
-        """Remove the hooks."""
+        """Remove the gradient hooks from all watched tensors."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

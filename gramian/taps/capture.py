@@ -99,7 +99,7 @@ class Capture:
     # ---- the block ----------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        """Install the taps and start the sums."""
+        """Install the taps, start the sums of all statistics, and begin to audit; a capture can be entered once."""
         if self._state != "new":
             raise GramianError("capture: was entered before; expected a new capture for every with block")
         self._hub.attach(self)
@@ -110,7 +110,7 @@ class Capture:
         return self
 
     def _new_audit(self) -> Audit | None:
-        """An audit of the next backward, if weight gradients are formed: of first gradients, and of later ones by turns."""
+        """Audit of the next backward: new parameters, and known ones by turns; None if off or no weight gradient is formed."""
         hub = self._hub
         tensor_parallel, known = hub.tensor_parallel, hub.audited
         turns = max(1, min(TURNS, len(hub.parameters)))
@@ -131,7 +131,7 @@ class Capture:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take the taps off, also after an error, and add up over processes."""
+        """Remove the taps, also after an error; without one, sum the statistics over `process_group`."""
         covers = self._coverage()
         self._state = "closed"
         if self._audit is not None:
@@ -158,7 +158,7 @@ class Capture:
     # ---- results ------------------------------------------------------------------------------------------------------
 
     def __getitem__(self, statistic: Statistic) -> Any:
-        """The result of one of the statistics so far.
+        """The result so far of `statistic`, one of the statistics of this capture.
 
         Raises:
             GramianError: if the statistic is not part of this capture or no backward has run.
@@ -172,7 +172,7 @@ class Capture:
         return {name: place_like(value, places[name]) for name, value in result.items()}
 
     def sums(self, statistic: Statistic) -> Any:
-        """A copy of the sums behind a result, to be merged with those of other captures.
+        """A copy of the sums behind a statistic's result, which `merge` of the statistic adds to those of other captures.
 
         Raises:
             GramianError: if the statistic is not part of this capture.
@@ -193,7 +193,7 @@ class Capture:
 
     @property
     def coverage(self) -> Coverage:
-        """Which parameters were covered, and how."""
+        """Coverage report {parameter: Cover}: whether its gradient was captured, by which kind of layer and algorithm."""
         return self._final if self._state == "closed" and hasattr(self, "_final") else self._coverage()
 
     def _coverage(self) -> Coverage:
@@ -207,14 +207,14 @@ class Capture:
         return Coverage(covers)
 
     def _plain_parameters(self) -> list[tuple[str, Tensor]]:
-        """Trainable parameters that the forward itself reads (under FSDP2 it reads another tensor)."""
+        """(name, parameter) of trainable parameters that the forward itself reads, not those that FSDP2 shards."""
         known, root = self._hub.parameters, self._hub.root_module
         return [(n, p) for n, p in named_parameters(root) if n in known and not hasattr(p, "placements")]
 
     # ---- listening ----------------------------------------------------------------------------------------------------
 
     def pass_info(self, number: int, batch: int) -> PassInfo:
-        """How this capture reads the gradients of a pass, which begins."""
+        """Begin pass `number` of `batch` rows: returns its sample ids, token weights and loss scaling for this capture."""
         self._audit = self._audit or self._new_audit()
         units = None if self.sample_ids is None else Units.of(self.sample_ids, batch)
         reduction = self._loss_reduction
@@ -225,13 +225,13 @@ class Capture:
         return PassInfo(number, batch, units, self.sample_ids, weights, factor, self._loss_scale)
 
     def layer(self, record: LayerRecord) -> None:
-        """Pass one use of a layer to the statistics that need layers."""
+        """Update the statistics that need layer records with one use of a layer."""
         for statistic, sums in zip(self.statistics, self._sums, strict=True):
             if statistic.needs == "layer":
                 statistic.update(sums, record)
 
     def parameter(self, record: ParameterRecord) -> None:
-        """Pass one parameter to the audit and to the statistics that need parameters."""
+        """Give one parameter's record to the audit and to the statistics that need parameter records."""
         algorithm = ", ".join(record.gradient.algorithm(choice) for choice in self._algorithms)
         self._covers[record.parameter] = Cover("covered", record.kind, algorithm, record.uses)
         if self._audit is not None:
@@ -241,12 +241,15 @@ class Capture:
                 statistic.update(sums, record)
 
     def watch(self, parameter: str, tensor: Tensor) -> None:
-        """Let the audit watch the tensor that a forward reads for a parameter."""
+        """Let the audit read the gradient of the tensor that a forward uses for the parameter of this name."""
         if self._audit is not None:
             self._audit.watch(parameter, tensor)
 
     def failed_pass(self, info: PassInfo) -> None:
-        """Remove half of a backward from the sums of statistics that store passes apart; the rest have no result any more."""
+        """Remove a backward that failed half-way from the sums of statistics that can forget a pass.
+
+        The other statistics have no result any more.
+        """
         for statistic, sums in zip(self.statistics, self._sums, strict=True):
             if isinstance(statistic, Forgets):
                 statistic.forget(sums, info.number)
@@ -254,18 +257,18 @@ class Capture:
                 self._failed.append(statistic)
 
     def proof_is_due(self) -> bool:
-        """True once in every `proof` forwards, where it is a number."""
+        """Count a forward; True if `proof` is a number n and this is an n-th one, so that the row proof is to be repeated."""
         self._forwards += 1
         return isinstance(self.proof, int) and self._forwards % self.proof == 0
 
     def proof_failed(self) -> None:
-        """Do nothing: the proof's error is raised."""
+        """Called after a repeated row proof failed; does nothing, because the error is raised."""
 
     def proof_stays_open(self) -> None:
-        """Do nothing: a later batch may prove the rows."""
+        """Called if all samples of a batch were equal, which proves nothing; does nothing, because a later batch may prove."""
 
     def end_of_pass(self, info: PassInfo) -> None:
-        """Count the samples of a backward, and audit it."""
+        """Add a backward's number of samples to every statistic, and compare its gradients with autograd's."""
         self._passes += 1
         for statistic, sums in zip(self.statistics, self._sums, strict=True):
             statistic.count(sums, info.count)

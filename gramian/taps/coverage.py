@@ -1,4 +1,4 @@
-"""The coverage report of a capture: which parameters it explained, by which kind of layer and algorithm."""
+"""The coverage report of a capture: which parameters' gradients it captured, by which kind of layer and algorithm."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,31 +9,31 @@ from gramian.plan.plan_table import PlanTable
 
 @dataclass(frozen=True)
 class Cover:
-    """How one parameter was covered."""
+    """Whether and how a capture computed the per-sample gradients of one parameter."""
 
     status: Literal["covered", "frozen", "unused"]
-    """"unused": trainable, but no gradient came through its layer."""
+    """"covered": its gradients were captured; "frozen"; "unused": trainable, but no gradient came through its layer."""
     kind: str
-    """Kind of the layer, or layers, that used it."""
+    """Kind of the layer, or layers, that use the parameter."""
     algorithm: str = ""
-    """How its norm was formed, where a norm was asked for."""
+    """Algorithm by which the parameter's per-sample gradient norms were computed; empty if no statistic needed norms."""
     uses: int = 0
-    """Uses per pass; more than one for tied weights and modules called several times."""
+    """Uses of the parameter per pass; more than one for tied weights and modules called several times."""
 
 
 class Coverage(Mapping[str, Cover]):
     """{parameter name: Cover} for every parameter of the model; `str()` is a table."""
 
     def __init__(self, covers: Mapping[str, Cover]) -> None:
-        """Copy the mapping."""
+        """Copy {parameter name: Cover}."""
         self._covers = dict(covers)
 
     def __getitem__(self, name: str) -> Cover:
-        """How this parameter was covered."""
+        """The `Cover` of the parameter of this name: whether and how its gradients were captured."""
         return self._covers[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Names in the model's order."""
+        """Parameter names in the model's order."""
         return iter(self._covers)
 
     def __len__(self) -> int:
@@ -41,11 +41,11 @@ class Coverage(Mapping[str, Cover]):
         return len(self._covers)
 
     def __str__(self) -> str:
-        """One row per parameter."""
+        """A table with one row per parameter: status, kind of layer, algorithm, uses."""
         rows = [(n, c.status, c.kind, c.algorithm, str(c.uses)) for n, c in self._covers.items()]
         return str(PlanTable(("parameter", "status", "layer", "algorithm", "uses"), rows))
 
     def __repr__(self) -> str:
-        """Counts by status."""
+        """Number of covered, frozen and unused parameters, as text."""
         states = [cover.status for cover in self._covers.values()]
         return f"Coverage({', '.join(f'{states.count(s)} {s}' for s in ('covered', 'frozen', 'unused'))})"

@@ -1,7 +1,7 @@
-"""The hub of one model: its state, its installed taps, its row proof, and who listens to it.
+"""The hub of one model: its state, its installed taps, its row proof, and the listeners that receive its records.
 
 `hub_of(model)` is the one entry. Captures and gradient rules attach to the hub as listeners; the taps are installed while
-anybody is attached.
+any listener is attached.
 """
 
 import weakref
@@ -28,10 +28,10 @@ _hub_of: weakref.WeakKeyDictionary[nn.Module, "Hub"] = weakref.WeakKeyDictionary
 
 
 class Hub(TappedModel):
-    """All taps of one root module. It lives as long as the module, so compiled graphs stay valid over captures."""
+    """All taps (replaced forwards of layers) of one root module. It lives as long as the module, as compiled graphs do."""
 
     def __init__(self, root: nn.Module) -> None:
-        """Nothing is installed until somebody listens, or `install` is called."""
+        """Prepare the hub of a root module; no forward is replaced before `attach` or `install`."""
         super().__init__(root)
         self.proof = RowProof(self)
         self._root_forward = RootForward(self, self.proof)
@@ -40,7 +40,7 @@ class Hub(TappedModel):
         self._installations = 0
 
     def install(self) -> None:
-        """Replace the forwards of all layers that have something to explain; may be called more than once."""
+        """Replace the forwards of all layers that have a tap; calls are counted, and only the first one installs."""
         self._installations += 1
         if self._installations > 1:
             return
@@ -63,7 +63,7 @@ class Hub(TappedModel):
             raise
 
     def uninstall(self) -> None:
-        """Undo one `install`; the last one restores every forward."""
+        """Undo one call of `install`; after the last one every layer has its own forward again."""
         self._installations -= 1
         if self._installations == 0:
             for forward in self._installed:
@@ -75,10 +75,10 @@ class Hub(TappedModel):
             self.gathered = None  # it refers to parameters
 
     def attach(self, listener: Listener) -> None:
-        """Start reporting to a listener.
+        """Install the taps and start to report backwards to a listener (a capture, a gradient rule).
 
         Raises:
-            GramianError: if one of its statistics is at work on this model already, or captures disagree about the batch.
+            GramianError: if one of its statistics is part of an open capture, or captures disagree about the batch size.
         """
         busy = [
             s for other in self.listeners for s in other.statistics if any(s is mine for mine in listener.statistics)
@@ -101,7 +101,7 @@ class Hub(TappedModel):
         self._set_flags()
 
     def detach(self, listener: Listener) -> None:
-        """Stop reporting to a listener."""
+        """Stop reporting to a listener; the taps are removed with the last one."""
         if not in_backward():
             self.passes.settle()
         self.listeners.remove(listener)
@@ -110,7 +110,7 @@ class Hub(TappedModel):
 
     @contextmanager
     def governed_by(self, rule: GradientRule) -> Iterator[None]:
-        """Let a rule decide about weight gradients while the context is open.
+        """Context manager in which `rule` decides whether autograd forms weight gradients.
 
         Raises:
             GramianError: if another rule does already.
@@ -126,7 +126,7 @@ class Hub(TappedModel):
             self.rule = Ordinary()
 
     def _set_flags(self) -> None:
-        """Set plain flags, which a compiled graph can guard on without knowing who listens."""
+        """Set `live`, `per_sample` and `batch_size` from the listeners: plain flags on which a compiled graph can guard."""
         self.live = bool(self.listeners)
         LISTENING.anywhere = any(hub.live for hub in _hub_of.values())
         if not self.live:
@@ -137,7 +137,7 @@ class Hub(TappedModel):
 
 
 def hub_of(model: nn.Module) -> Hub:
-    """The hub of a model; the same for a model and every wrapper around it."""
+    """The `Hub` of a model; the same object for a model and every wrapper around it (DDP, torch.compile)."""
     root = user_names.unwrap(model)
     if root not in _hub_of:
         _hub_of[root] = Hub(root)

@@ -20,7 +20,7 @@ from gramian.taps.tapped_model import TappedModel, TapUse, refuse_create_graph, 
 
 
 def report(use: TapUse, saved: list[Tensor], gradients: list[Tensor]) -> None:
-    """The backward reached one use of a layer (eager mode)."""
+    """Handle the gradients of one call's outputs (eager mode): compute per-sample gradients and deliver them to listeners."""
     refuse_create_graph()
     if use.inside_backward:
         raise GramianError(
@@ -41,7 +41,10 @@ def report(use: TapUse, saved: list[Tensor], gradients: list[Tensor]) -> None:
 def report_compiled(
     model: TappedModel, tap: Tap, number: int, ordinal: int, saved: list[Tensor], gradients: list[Tensor]
 ) -> None:
-    """The backward reached one use of a layer (compiled): the graph may reuse the memory of these tensors afterwards."""
+    """Handle the gradients of one call's outputs in a compiled backward: deliver per-sample gradients to listeners.
+
+    The graph may reuse the memory of `saved` and `gradients` after this call.
+    """
     if not model.live:
         return
     pass_ = model.passes.get(number)

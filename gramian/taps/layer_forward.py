@@ -1,4 +1,4 @@
-"""One call of a tapped layer: its own operation, on detached weights where a rule withholds gradients, then the observer."""
+"""One call of a tapped layer: its own forward, on detached weights if a rule withholds weight gradients, then the observer."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,13 +17,13 @@ from gramian.taps.tap import Tap
 from gramian.taps.tapped_model import TappedModel
 
 TENSOR_PARALLEL_KINDS = ("linear", "embedding", "norm")
-"""Kinds of layers that may be tensor parallel."""
+"""Kinds of layers (`Site.kind`) that may be tensor parallel in a captured model."""
 
 
 def run_layer(
     model: TappedModel, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Run a layer's own forward (`plain`) on its arguments and put the observer behind its outputs."""
+    """Run a layer's own forward (`plain`) and attach the observer, which reports the gradients of its outputs."""
     if model.rule.withholds:
         plain = DetachedForward(plain, module, tap.parameters, _leaves(model, tap))
     if torch.compiler.is_compiling():
@@ -54,7 +54,7 @@ def run_layer(
 def run_untapped(
     model: TappedModel, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Run a layer, or the root, in an untapped run of a proof, which collects the weights that it reads."""
+    """Run a layer, or the root, untapped inside a row proof; its weights are collected in `model.weights`."""
     for local, name in tap.parameters.items() if model.weights is not None else ():
         weight = user_names.parameter(module, local)
         if weight.requires_grad and name in model.parameters:
@@ -64,7 +64,7 @@ def run_untapped(
 
 
 def gathers_in_order(model: TappedModel, tap: Tap, module: nn.Module) -> bool:
-    """True for a root whose output must be another tensor than its last layer's, on every process (`empty_batches`)."""
+    """True for an FSDP2 root whose weight gradients are withheld: its output must be another tensor than its last layer's."""
     return tap.is_root and model.rule.withholds and isinstance(module, FSDPModule)
 
 
@@ -79,10 +79,10 @@ def _run_site(
 
 
 def _expanded(model: TappedModel, tap: Tap, output: Tensor) -> Tensor:
-    """One row that stands for all samples, as B rows, so that each sample sends its own gradient back.
+    """Expand an output of one row, which all samples share, to B rows, so that each sample sends its own gradient back.
 
-    In eager mode only where a proof tries it or has shown that the model returns the same; a compiled graph expands always,
-    and is proven before it runs.
+    In eager mode this happens only inside a proof or after one has shown that the model returns the same; a compiled graph
+    expands always, and is proven before it runs.
     """
     batch = model.batch
     if not torch.compiler.is_compiling():
@@ -117,7 +117,7 @@ def _refuse_tensor_parallel(model: TappedModel, tap: Tap, module: nn.Module, ten
 
 
 def _leaves(model: TappedModel, tap: Tap) -> "list[tuple[str, Tensor]] | None":
-    """The list in which a layer without a formula leaves the weights it ran on, to be compared with what its tap explains."""
+    """List that receives the detached weights of a layer without a formula, to compare their gradients; None: not needed."""
     assert tap.site is not None
     if tap.site.compiles or torch.compiler.is_compiling():
         return None
@@ -127,7 +127,7 @@ def _leaves(model: TappedModel, tap: Tap) -> "list[tuple[str, Tensor]] | None":
 
 
 class DetachedForward:
-    """A layer's forward on its own weights, detached, so that autograd forms no gradient for them."""
+    """A layer's forward on detached copies of its weights, so that autograd forms no gradient for the parameters."""
 
     def __init__(
         self,
@@ -136,10 +136,10 @@ class DetachedForward:
         parameters: dict[str, str],
         leaves: list[tuple[str, Tensor]] | None,
     ) -> None:
-        """Find where the weights stand; nothing is replaced before the call.
+        """Find the modules that have the weights; nothing is replaced before the call.
 
         `parameters` is {local name: the user's name}. `leaves` receives (the user's name, the weight that `plain` ran on), a
-        leaf that gets autograd's gradient; None: it gets none.
+        leaf that gets autograd's gradient; None: weights get no gradient.
         """
         self.plain, self.leaves, self.names = plain, leaves, tuple(parameters.values())
         self.places = [
@@ -147,7 +147,7 @@ class DetachedForward:
         ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run with detached weights in place."""
+        """Run `plain` with detached weights in place of the parameters, which are put back afterwards."""
         old = [owner._parameters[local] for owner, local in self.places]
         for name, (owner, local), p in zip(self.names, self.places, old, strict=True):
             weight = None if p is None else p.detach()

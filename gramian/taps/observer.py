@@ -28,43 +28,43 @@ _models: "weakref.WeakValueDictionary[int, TappedModel]" = weakref.WeakValueDict
 
 
 def register_tap(tap: Tap, model: TappedModel) -> None:
-    """Let compiled graphs find a tap and its model by the tap's number."""
+    """Register a tap and its model under the tap's number, by which compiled graphs find them."""
     _taps[tap.number], _models[tap.number] = tap, model
 
 
 class Observe(torch.autograd.Function):
-    """Identity on the outputs of a layer; its backward reports the use (eager mode)."""
+    """Identity on the outputs of a layer; its backward reports saved inputs and output gradients (eager mode)."""
 
     @staticmethod
     def forward(ctx: Any, probe: Tensor, use: TapUse, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Take `count` outputs, then the tensors to save; `probe` requires a gradient, so there is always a backward."""
+        """Return the first `count` tensors, save the others; `probe` requires a gradient, so that a backward always runs."""
         ctx.save_for_backward(*tensors[count:])
         ctx.use, ctx.saved = use, len(tensors) - count
         return tuple(torch.ops.aten._unsafe_view(y, y.shape) for y in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Report, and pass the gradients on as they are."""
+        """Report saved inputs and output gradients to the listeners, and pass the gradients on unchanged."""
         saved = [t.detach() for t in ctx.saved_tensors]  # the values, not the graph that made them
         report(ctx.use, saved, list(gradients))
         return None, None, None, *gradients, *[None] * ctx.saved
 
 
 class ObserveCompiled(torch.autograd.Function):
-    """Identity on the outputs of a layer in a compiled graph: the report is the gradient of the probe."""
+    """Identity on the outputs of a layer in a compiled graph; its backward reports through the operator `gramian::emit`."""
 
     @staticmethod
     def forward(
         ctx: Any, probe: Tensor, ticket: Tensor, key: Tensor, ordinal: int, count: int, *tensors: Tensor
     ) -> Any:
-        """Do as `Observe.forward`; tensors name the pass (`ticket`) and the tap (`key`)."""
+        """Return the first `count` tensors; save the others, `ticket` (number of the pass) and `key` (of the tap)."""
         ctx.save_for_backward(ticket, key, *tensors[count:])
         ctx.ordinal, ctx.saved = ordinal, len(tensors) - count
         return tuple(torch.ops.aten._unsafe_view(y, y.shape) for y in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Do as `Observe.backward`, through an operator."""
+        """Report through `gramian::emit`, whose result is the probe's gradient, and pass the gradients on unchanged."""
         ticket, key, *saved = ctx.saved_tensors
         reported = torch.ops.gramian.emit(ticket, key, ctx.ordinal, saved, list(gradients))
         return reported, None, None, None, None, *gradients, *[None] * ctx.saved
@@ -72,7 +72,7 @@ class ObserveCompiled(torch.autograd.Function):
 
 @torch.library.custom_op("gramian::emit", mutates_args=())
 def _emit(ticket: Tensor, key: Tensor, ordinal: int, saved: list[Tensor], gradients: list[Tensor]) -> Tensor:
-    """Report one use from a compiled backward."""
+    """Report saved inputs and output gradients of one call of a layer from a compiled backward; returns a 0-dim 1."""
     report_compiled(_models[int(key)], _taps[int(key)], int(ticket), ordinal, saved, gradients)
     return torch.ones(())
 
@@ -83,7 +83,7 @@ def _(ticket: Tensor, key: Tensor, ordinal: int, saved: list[Tensor], gradients:
 
 
 def observe(model: TappedModel, tap: Tap, output: Any, saved: list[Tensor], extra: Any) -> Any:
-    """Put the observer behind the outputs of one use of a layer, and return them in the same structure."""
+    """Put the observer behind a layer's outputs, returned in the same structure; its backward gets `saved` and `extra`."""
     if isinstance(output, Tensor):  # the usual case, and the one that compiles
         outputs, spec, places, leaves = [output], None, [0], [output]
     else:
@@ -108,7 +108,7 @@ def observe(model: TappedModel, tap: Tap, output: Any, saved: list[Tensor], extr
 
 
 def open_use(model: TappedModel, tap: Tap, extra: Any, saved: Sequence[Tensor], outputs: Sequence[Tensor]) -> TapUse:
-    """Count one use of a layer in the pass under way (eager mode).
+    """Record one call of a layer in the pass under way, and count the uses of its parameters (eager mode).
 
     Raises:
         GramianError: if the layer runs outside a forward of the root where that cannot be attributed.

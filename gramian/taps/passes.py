@@ -23,53 +23,53 @@ from gramian.taps.roles import GradientRule, Statistic
 
 SECOND_BACKWARD = "backward: ran twice through one forward; expected one backward for each forward"
 FORWARDS_WITHOUT_BACKWARD = 1024
-"""Largest number of open passes; older ones, whose backward never came, are dropped."""
+"""Largest number of open passes; the oldest, whose backward never ran, are dropped beyond it."""
 
 
 class Listener(Protocol):
     """An object that receives the records of a model's backwards: a capture, a gradient rule, a proof's recorder."""
 
     per_sample: bool
-    """True if samples must be told apart."""
+    """True if the listener needs per-sample gradients, so that layers that mix samples are refused."""
     batch_size: int | None
-    """B, where the user gave it."""
+    """Batch size B as the user gave it; None: the first axis of the first input."""
     proof: "str | int"
-    """"auto": rows are proven before they are used; a number: and one run is repeated after so many steps; "off"."""
+    """Row proof: "auto": rows are proven before they are used; a number n: and again after every n steps; "off"."""
     sample_ids: Tensor | None
     """The unit of each row or token of the next forward; None: row i is sample i."""
     takes_shares: bool
-    """True if it takes this process's share of the samples where processes see the same ones (tensor parallelism)."""
+    """True if processes of a tensor-parallel model, which see the same samples, each take a share of them."""
 
     @property
     def statistics(self) -> Sequence[Statistic]:
-        """The statistics it computes."""
+        """The statistics that the listener computes."""
 
     def pass_info(self, number: int, batch: int) -> PassInfo:
-        """How this listener reads the gradients of a pass, which begins."""
+        """Begin pass `number` of `batch` rows; returns how this listener groups its rows and scales its gradients."""
 
     def layer(self, record: LayerRecord) -> None:
-        """Receive one use of a layer."""
+        """Receive the record of one use of a layer: inputs, output gradients, per-sample gradients."""
 
     def parameter(self, record: ParameterRecord) -> None:
-        """Receive one parameter with all its uses joined."""
+        """Receive the record of one parameter, with the per-sample gradients of all its uses joined."""
 
     def watch(self, parameter: str, tensor: Tensor) -> None:
-        """Receive the tensor that stands for a parameter in this forward."""
+        """Receive the tensor that this forward uses for the parameter of this name (under FSDP2 the gathered weight)."""
 
     def end_of_pass(self, info: PassInfo) -> None:
-        """Learn that the backward of a pass is over."""
+        """Called when the backward of a pass is over and all its records were delivered."""
 
     def failed_pass(self, info: PassInfo) -> None:
-        """Learn that the backward of a pass failed half-way."""
+        """Called when the backward of a pass failed half-way, so that some of its records are missing."""
 
     def proof_is_due(self) -> bool:
-        """True if one run of the proof is to be repeated on this batch."""
+        """True if the row proof is to be repeated once on this batch; called once per forward."""
 
     def proof_failed(self) -> None:
-        """Learn that a repeated run of the proof failed: rows are not attributed rightly."""
+        """Called when a repeated row proof failed: rows were attributed to the wrong samples."""
 
     def proof_stays_open(self) -> None:
-        """Learn that all samples of a batch are equal, so that nothing was proven; raise where that cannot be accepted."""
+        """Called if all samples of a batch are equal, which proves nothing; raises where that cannot be accepted."""
 
 
 @dataclass
@@ -79,15 +79,15 @@ class Pass:
     number: int
     batch: int
     length: int | None
-    """Second axis of the root's first tensor: the tokens of a row, where there are any."""
+    """Size of the second axis of the root's first tensor (tokens per row); None if it has none."""
     first: bool
-    """True until all parameters were audited once."""
+    """True if some parameter has not yet been audited when the pass begins."""
     infos: list[tuple[Listener, PassInfo]]
-    """Listeners when the pass began, and how they read its gradients."""
+    """Listeners when the pass began, each with its `PassInfo`: how it groups rows and scales gradients."""
     tokens: int = 0
-    """Address of the root's first tensor, whose first axis is the batch."""
+    """Memory address of the root's first tensor, whose first axis is the batch; 0 in a compiled graph."""
     uses: dict[str, int] = field(default_factory=dict)
-    """How often each parameter is used; its gradient is complete when as many have arrived."""
+    """{parameter: number of uses in the forward}; its gradient is complete when as many uses have arrived."""
     arrived: dict[str, list[tuple[str, PerSampleGradient]]] = field(default_factory=dict)
     """{parameter: (kind of layer, per-sample gradient) of each use so far}."""
     delivered: set[str] = field(default_factory=set)
@@ -97,16 +97,16 @@ class Pass:
     repeated: bool = False
     """True in the second of two backwards through this forward."""
     ordinals: dict[str, int] = field(default_factory=dict)
-    """{layer: ordinal of its last call}."""
+    """{layer: number of its last call in this forward, from 0}."""
     leaves: list[tuple[str, Tensor]] = field(default_factory=list)
-    """Weights that layers without a formula ran on, where gradients are withheld from the parameters themselves."""
+    """(parameter, detached weight) of layers without a formula, where weight gradients are withheld from the parameters."""
     explained: dict[str, "Explained"] = field(default_factory=dict)
-    """{parameter: the sum that the taps of these layers explain}."""
+    """{parameter: sum of its per-sample gradients over uses}, of layers without a formula."""
 
 
 @dataclass(frozen=True)
 class Explained:
-    """Σ_i g_i of the uses of a parameter, and the size of its terms, which bounds rounding."""
+    """Sum Σ_i g_i of a parameter's per-sample gradients, and an upper bound of its norm that rounding errors scale with."""
 
     total: Tensor
     magnitude: Tensor
@@ -114,7 +114,7 @@ class Explained:
 
     @classmethod
     def of(cls, gradient: PerSampleGradient, before: "Explained | None") -> "Explained":
-        """Add one more use."""
+        """The sum of one use of a parameter, added to `before`, that of earlier uses (None: this is the first)."""
         own = cls(gradient.total(), gradient.magnitude(), gradient.dtype)
         if before is None:
             return own
@@ -123,10 +123,10 @@ class Explained:
 
 
 class PassBook:
-    """The passes of one model that are under way."""
+    """The open passes of one model: forwards whose backward has not finished."""
 
     def __init__(self, listeners: list[Listener], rule: Callable[[], GradientRule]) -> None:
-        """Start with no pass; the list of listeners is shared with its owner, `rule` returns the model's present rule."""
+        """Start with no pass. The model's list `listeners` is shared; `rule()` returns its present gradient rule."""
         self.current: Pass | None = None
         self.reached: Pass | None = None
         """The pass that a running backward reached last; a checkpoint's second run belongs to it."""
@@ -134,18 +134,21 @@ class PassBook:
         self._passes: dict[int, Pass] = {}
         self._numbers = itertools.count(1)
         self.begun = 0
-        """Passes opened so far."""
+        """Number of passes opened so far."""
         self._task = -1
         self._touched: dict[int, Pass] = {}
 
     def clear(self) -> None:
-        """Drop all passes under way."""
+        """Drop all open passes without reporting them."""
         self.current, self.reached, self._task = None, None, -1
         self._passes.clear()
         self._touched = {}
 
     def open(self, batch: int, length: int | None, first: bool, tokens: int = 0) -> int:
-        """Open a pass and return its number; `tokens` is the address of the root's first tensor."""
+        """Open a pass (one forward of the root and its backward) of `batch` rows and `length` tokens; returns its number.
+
+        `first`: some parameter was not audited yet. `tokens`: memory address of the root's first tensor.
+        """
         if not in_backward():
             self.settle()
         for number in [number for number, pass_ in self._passes.items() if pass_.closed]:
@@ -159,14 +162,14 @@ class PassBook:
         return number
 
     def settle(self) -> None:
-        """Report backwards that began and did not end as failed; called where no backward is running."""
+        """Report backwards that began and did not finish as failed passes; called where no backward is running."""
         touched, self._touched, self._task, self.reached = self._touched, {}, -1, None
         for pass_ in touched.values():
             for listener, info in self.audience(pass_):
                 listener.failed_pass(info)
 
     def batch_of_second_run(self, layer: str) -> int:
-        """Rows of the pass that a checkpoint's second run belongs to.
+        """Batch size of the pass to which a checkpoint's second run of a layer belongs.
 
         Raises:
             GramianError: if forwards of different batches are open and the backward has reached none of them yet.
@@ -191,13 +194,13 @@ class PassBook:
         return pass_
 
     def audience(self, pass_: Pass) -> list[tuple[Listener, PassInfo]]:
-        """Listeners since the pass began; in a second backward the rule alone."""
+        """Listeners, with their `PassInfo`, attached since the pass began; in a second backward the gradient rule alone."""
         there = [(listener, info) for listener, info in pass_.infos if listener in self._listeners]
         rule: object = self._rule()
         return [pair for pair in there if pair[0] is rule] if pass_.repeated else there
 
     def begin(self, pass_: Pass, device: str) -> None:
-        """Note that the backward reached a pass: refuse nested backwards, and ask for a call when this one is over."""
+        """Record that the backward reached a pass, and schedule the end of the backward; GramianError for a nested backward."""
         task = torch._C._current_graph_task_id()
         if self._task not in (-1, task):
             raise GramianError(
@@ -227,10 +230,10 @@ class PassBook:
                 self._deliver(pass_, name, borrowed)
 
     def _refuse_unexplained(self, pass_: Pass) -> None:
-        """Compare with autograd's gradients of detached weights: one past the layer's outputs would not be clipped.
+        """Compare the taps' gradients of layers without a formula with autograd's, which may bypass the layer's outputs.
 
         Raises:
-            GramianError: naming the parameter.
+            GramianError: naming the parameter whose gradients differ; the difference would not be clipped.
         """
         arrived: dict[str, Tensor] = {}
         for name, leaf in pass_.leaves:
@@ -249,7 +252,7 @@ class PassBook:
                 )
 
     def _deliver(self, pass_: Pass, name: str, borrowed: bool) -> None:
-        """Join all uses of a parameter and deliver them to the listeners."""
+        """Join the per-sample gradients of all uses of a parameter and deliver the record to the listeners."""
         parts = pass_.arrived.pop(name)
         pass_.delivered.add(name)
         kind = " + ".join(dict.fromkeys(kind for kind, _ in parts))
@@ -259,7 +262,7 @@ class PassBook:
             listener.parameter(ParameterRecord(name, kind, len(parts), mine, info, borrowed))
 
     def _end_of_backward(self, device: str) -> None:
-        """Deliver parameters some of whose uses got no gradient, and close the passes."""
+        """Deliver parameters some of whose uses got no gradient, compare, and close the passes of this backward."""
         touched, self._touched, self._task, self.reached = self._touched, {}, -1, None
         with torch.autocast(device, enabled=False), exact_float32():
             for pass_ in touched.values():
@@ -285,9 +288,9 @@ class PassBook:
 
 
 def accumulates(leaf: Any) -> bool:
-    """True if the backward under way adds to `.grad` of a leaf (`backward()`); False in `torch.autograd.grad`.
+    """True if the running `backward()` adds to `.grad` of a leaf; False if `torch.autograd.grad` was called.
 
-    The leaf is given as its node of `torch.autograd.graph.get_gradient_edge`.
+    `leaf` is the node of `torch.autograd.graph.get_gradient_edge` of the leaf.
     """
     try:
         found: bool = torch._C._will_engine_execute_node(leaf)

@@ -1,6 +1,6 @@
 """Records that a backward pass gives to statistics: one for each use of a layer, one for each parameter with all its uses.
 
-Legend: B samples (rows of the batch), U units (= samples unless `sample_ids` regroups them), T tokens.
+Shapes: B samples (rows of the batch), U units (= samples unless `sample_ids` regroups them), T tokens.
 """
 
 from collections.abc import Callable
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PassInfo:
-    """One forward of the root and its backward."""
+    """How a listener reads one forward of the root and its backward: grouping of rows, token weights, loss scaling."""
 
     number: int
-    """Counts the forwards of a model, so statistics that keep samples apart can order them."""
+    """Number of this forward, counted per model, so that statistics can order the samples of several passes."""
     batch: int
-    """B, rows of the batch."""
+    """Number B of rows of the batch."""
     units: Units | None
     """How rows or tokens are grouped; None: row i is sample i."""
     sample_ids: Tensor | None
     token_weights: Tensor | None
-    """[B, T], which tokens count; None: all."""
+    """Weights [B, T] of tokens, zero for tokens that do not count; None: all count."""
     factor: float
-    """B for a mean loss, 1 for a sum: turns a sample's share of the gradient into the gradient of its own loss."""
+    """B for a mean loss, 1 for a sum: multiplies a sample's part of the gradient to give the gradient of its own loss."""
     loss_scale: "float | torch.amp.GradScaler"
 
     @property
     def scale(self) -> float | Tensor:
-        """Factor from what the backward carries to the gradient of one sample's loss; read while the backward runs."""
+        """Factor (float or 0-dim tensor) from a gradient of the running backward to that of one sample's own loss."""
         if not isinstance(self.loss_scale, torch.amp.GradScaler):
             return self.factor / self.loss_scale
         # a 0-dim tensor: reading it as a float would wait for the device
@@ -47,23 +47,23 @@ class PassInfo:
 
     @property
     def rows(self) -> int:
-        """Rows of the batch over all processes that share its samples."""
+        """Number of rows of the batch; processes that share a batch's samples count all of them."""
         return self.batch
 
     @property
     def count(self) -> int:
-        """Number of units."""
+        """Number of units: groups of rows by `sample_ids`, or the rows themselves."""
         return self.batch if self.units is None else self.units.count
 
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One use of one layer: its inputs, its output gradients, and the per-sample gradients they explain."""
+    """One use of one layer: its inputs, its output gradients, and the per-sample gradients computed from them."""
 
     layer: str
     kind: str
     ordinal: int
-    """Earlier calls of the layer in this forward."""
+    """Number of earlier calls of this layer in the same forward."""
     inputs: list[Tensor]
     """The tensors that the site saved: usually the one input; empty where only a bias is trained."""
     output_gradients: list[Tensor]
@@ -71,18 +71,18 @@ class LayerRecord:
     """{parameter: per-sample gradient of this use}, B rows, not yet grouped by unit."""
     info: PassInfo
     sides: "Callable[[], Sides]"
-    """Gives the inputs and output gradients by token, of a layer that has a form."""
+    """Function that returns the inputs and output gradients by token, of a layer whose weight is one matrix."""
     borrowed: bool
     """True if the tensors are valid during the call only (a compiled graph reuses their memory)."""
 
 
 @dataclass(frozen=True)
 class ParameterRecord:
-    """All uses of one parameter in one pass, joined per unit before anything is squared."""
+    """Per-sample gradients of one parameter in one pass; all its uses are summed per unit before anything is squared."""
 
     parameter: str
     kind: str
-    """Kinds of the layers that used it."""
+    """Kinds of the layers that used the parameter, joined by " + "."""
     uses: int
     gradient: PerSampleGradient
     info: PassInfo
@@ -90,7 +90,7 @@ class ParameterRecord:
     """True if the gradient's tensors are valid during the call only (a compiled graph reuses their memory)."""
 
     def squared_norms(self, choice: Algorithm = "auto") -> Tensor:
-        """‖gradient of unit i's loss‖²: [U], once per record and algorithm however many statistics ask."""
+        """‖gradient of unit i's own loss‖² for the U units: [U]. Cached per record and algorithm (`choice`)."""
         if choice not in self._norms:
             self._norms[choice] = self.gradient.squared_norms(choice) * self.info.scale**2
         return self._norms[choice]
@@ -100,13 +100,13 @@ class ParameterRecord:
         return {}
 
     def sum_of_squares(self) -> Tensor:
-        """Σ_i g_i ⊙ g_i over units."""
+        """Σ_i g_i ⊙ g_i over units, g_i the gradient of unit i's own loss; of the parameter's shape."""
         return self.gradient.sum_of_squares() * self.info.scale**2
 
     def token_squares(self) -> Tensor:
-        """Σ over tokens of the squared gradient of one token."""
+        """Σ over tokens of the squared gradient of one token's loss term, of the parameter's shape."""
         return self.gradient.token_squares() * self.info.scale**2
 
     def total(self) -> Tensor:
-        """Σ_i g_i over units."""
+        """Σ_i g_i over units, g_i the gradient of unit i's own loss; of the parameter's shape."""
         return self.gradient.total() * self.info.scale

@@ -1,4 +1,4 @@
-"""The forward that stands on a tapped layer's instance while a capture is open.
+"""The function that replaces a tapped layer's `forward` on its instance while a capture is open.
 
 It takes `self`, so a deep copy of the module runs on its own weights; class, name and `state_dict` stay the user's.
 """
@@ -21,20 +21,20 @@ from gramian.taps.tapped_model import TappedModel
 
 
 class Listening:
-    """Whether anybody listens to any model in this process."""
+    """A flag for this process: True if any model has a listener (an open capture or gradient rule)."""
 
     anywhere = False
 
 
 LISTENING = Listening()
-"""One object for all taps: idle ones cost a compiled graph one guard."""
+"""The one `Listening` flag that all taps read: idle taps cost a compiled graph one guard."""
 
 
 class ReplacedForward:
     """The replacement of one layer's forward; it lives as long as the layer, so compiled graphs stay valid."""
 
     def __init__(self, module: nn.Module, model: TappedModel, root_forward: RootForward) -> None:
-        """Make the replacement; nothing is installed yet."""
+        """Create the tap and the replacement function of a module; nothing is installed yet."""
         self.tap = Tap(module)
         self._model, self._root_forward = model, root_forward
         register_tap(self.tap, model)
@@ -42,10 +42,10 @@ class ReplacedForward:
         self._forward = self._usual_forward = self._replacement(None)
 
     def install(self, found: FoundLayer, is_root: bool) -> None:
-        """Put the replacement on the instance, and store a forward that somebody else put there.
+        """Put the replacement on the module's instance; a forward that other code put there is stored and called.
 
         Raises:
-            GramianError: if a tap of another root stands on it.
+            GramianError: if the module is tapped through another root.
         """
         tap, module = self.tap, found.module
         tap.describe(found, is_root)
@@ -66,7 +66,7 @@ class ReplacedForward:
         module.forward = types.MethodType(self._forward, module)
 
     def uninstall(self) -> None:
-        """Give the instance its own forward back."""
+        """Remove the replacement from the module's instance and restore the forward that was there before."""
         module = self.tap.owner()
         if module is not None and getattr(module.__dict__.get("forward"), "__func__", None) is self._forward:
             del module.__dict__["forward"]
@@ -75,7 +75,7 @@ class ReplacedForward:
         self._original, self._forward = None, self._usual_forward
 
     def _replacement(self, original: Callable[..., Any] | None) -> Callable[..., Any]:
-        """Make the function that stands on the instance; `original` is a forward that somebody else had put there."""
+        """Make the function to put on the instance; `original` is a forward that other code had put there, or None."""
         tap, model, root_forward = self.tap, self._model, self._root_forward
         owner = tap.owner
 
@@ -109,7 +109,7 @@ class ReplacedForward:
 
 
 def _plain(module: nn.Module, original: Any, owner: Any) -> Callable[..., Any]:
-    """The module's own forward: its class's, or the one that stood on the instance, bound to a copy if it is one."""
+    """The module's own forward: its class's, or `original`, which stood on the instance; rebound if the module is a copy."""
     if original is None:
         return partial(type(module).forward, module)
     if owner() is not module and isinstance(original, types.MethodType):

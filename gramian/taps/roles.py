@@ -1,4 +1,4 @@
-"""The two roles on top of a capture: statistics observe a backward, and at most one rule decides about weight gradients."""
+"""The two roles in a capture: statistics observe a backward, and at most one gradient rule decides about weight gradients."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from gramian.plan.norm_algorithm import Algorithm
 
 Needs = Literal["layer", "parameter"]
 Sums = dict[str, Tensor]
-"""State of a statistic: named sums, every one additive over samples. Two states of the same statistic add up by key."""
+"""State of a statistic: {name: tensor}, every one additive over samples. Two states of the same statistic add up by key."""
 
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """Facts about a trainable parameter before the first batch."""
+    """Name, layers, kind, shape, dtype and device of a trainable parameter, known before the first batch."""
 
     name: str
     layers: tuple[str, ...]
-    """Layers that use it: several if it is tied."""
+    """Names of the layers that use the parameter: several if it is tied."""
     kind: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -29,31 +29,31 @@ class ParameterInfo:
 
 
 class Statistic(Protocol):
-    """A sum over samples and a count; `finish` makes averages and inverses of them.
+    """A statistic of a capture: sums over samples and a count of them; `finish` computes the result.
 
     `start` must make the same keys on every process, so that states add up over any split of the data into backward
     passes and ranks, also where one of them saw nothing.
     """
 
     needs: Needs
-    """The records that `update` receives: every use of a layer, or every parameter with all its uses joined."""
+    """Records that `update` receives: "layer": one per use of a layer; "parameter": one per parameter, all uses joined."""
     per_sample: bool
-    """True if samples must be told apart: layers that mix them are then refused."""
+    """True if the statistic needs per-sample gradients: layers that mix samples are then refused."""
 
     def start(self, parameters: Mapping[str, ParameterInfo]) -> Any:
-        """Empty sums for these trainable parameters."""
+        """Return empty sums for these trainable parameters, {name: info}."""
 
     def update(self, sums: Any, record: Any) -> None:
-        """Add one record to the sums."""
+        """Add one record of a backward (of a layer or of a parameter) to the sums, in place."""
 
     def count(self, sums: Any, samples: int) -> None:
-        """Count the samples (units) of a pass that is over."""
+        """Add the number of samples (units) of a finished pass to the sums, in place."""
 
     def merge(self, left: Any, right: Any) -> Any:
-        """Sums over both."""
+        """Return the sums over the samples of two states, `left` and `right`, of this statistic."""
 
     def finish(self, sums: Any) -> Any:
-        """The result that users see."""
+        """Compute the result that users see from the sums."""
 
 
 SAMPLES = "(samples)"
@@ -62,31 +62,31 @@ SAMPLES = "(samples)"
 
 @runtime_checkable
 class HasAlgorithm(Protocol):
-    """A statistic that forms norms by an algorithm, which the coverage report names."""
+    """A statistic with an `algorithm` by which per-sample gradient norms are computed; the coverage report names it."""
 
     algorithm: Algorithm
 
 
 @runtime_checkable
 class Forgets(Protocol):
-    """A statistic that stores passes apart, and can remove one whose backward failed half-way."""
+    """A statistic that stores passes separately, and can remove one whose backward failed half-way."""
 
     def forget(self, sums: Any, number: int) -> None:
-        """Remove a pass from the sums."""
+        """Remove the pass of this number from the sums."""
 
 
 class AdditiveStatistic:
-    """A statistic whose state is named tensors, the count of samples among them, that merge by addition."""
+    """Base of statistics whose state is {name: tensor}, with the count of samples, and merges by addition."""
 
     per_parameter = False
     """True if `finish` gives {parameter: tensor of its shape}; under FSDP2 these are then placed like the parameter."""
 
     def count(self, sums: Sums, samples: int) -> None:
-        """Add to the count."""
+        """Add `samples` to the count of samples in the sums, in place."""
         sums[SAMPLES] += samples
 
     def merge(self, left: Sums, right: Sums) -> Sums:
-        """Add key by key.
+        """Add two states of sums key by key.
 
         Raises:
             GramianError: if the two are sums over different parameters.
@@ -100,7 +100,7 @@ class AdditiveStatistic:
 
 
 def zero_sums(parameters: Mapping[str, ParameterInfo], rows: bool = False) -> Sums:
-    """Zeros in the dtype of each parameter's sums, of its shape or of its first axis (`rows`), and a count of no samples."""
+    """Zeros for each parameter, float32 or float64, of its shape or, if `rows`, of its first axis; and a sample count of 0."""
     sums: Sums = {SAMPLES: torch.zeros((), dtype=torch.float64, device=next(iter(parameters.values())).device)}
     for name, info in parameters.items():
         if not rows or len(info.shape) > 1:
@@ -116,32 +116,33 @@ def means(sums: Sums) -> dict[str, Tensor]:
 
 
 class GradientRule(Protocol):
-    """Decides what becomes of the weight gradients; a model has at most one. It receives records as a listener."""
+    """Decides whether autograd forms weight gradients; a model has at most one. It also receives records as a listener."""
 
     withholds: bool
     """True if autograd must not form weight gradients: the tapped layer then runs on detached weights."""
     again: bool
-    """True while the backward under way is the first of two through one forward; the second reports to the rule alone."""
+    """True in the FIRST of two backwards through one forward, so that the pass stays open; False in the second, or if there is
+    only one. The second backward reports to the rule alone."""
 
     def foresee(self, tap: Any, saved: list[Tensor], output: Any) -> None:
-        """Plan with the shapes of a layer that just ran (eager mode), whose weight gradient is withheld."""
+        """Plan memory or algorithms from the saved tensors and output of a layer that just ran (eager mode), if `withholds`."""
 
 
 class Ordinary:
-    """The default rule: `p.grad` is what it would be without gramian."""
+    """The default gradient rule: autograd forms weight gradients, `p.grad` is what it would be without gramian."""
 
     withholds = False
     again = False
 
     def foresee(self, tap: Any, saved: list[Tensor], output: Any) -> None:
-        """Plan nothing."""
+        """Do nothing: the ordinary rule plans nothing from the shapes of a layer that ran."""
 
 
 class Withheld:
-    """No weight gradient is formed; statistics still see every record. Saves a third of a linear layer's work."""
+    """Gradient rule under which autograd forms no weight gradient, which saves work; statistics still see every record."""
 
     withholds = True
     again = False
 
     def foresee(self, tap: Any, saved: list[Tensor], output: Any) -> None:
-        """Plan nothing."""
+        """Do nothing: this rule plans nothing from the shapes of a layer that ran."""

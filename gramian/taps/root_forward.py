@@ -1,8 +1,9 @@
-"""One forward of the root: learn the batch size, open a pass, and prove the batch before anything of it is used.
+"""One forward of the root: read the batch size, open a pass, and prove the batch before its gradients are used.
 
-Three ways lead here. In eager mode `RootForward.run` guards the forward with the row proof. A compiled root calls the operator
-`gramian::begin`, which proves the eager module on the graph's arguments. A root under FSDP2 is proven by a hook before FSDP2's
-own, because a proof runs entire forwards with all hooks, on all processes or on none.
+There are three entries. In eager mode `RootForward.run` guards the forward with the row proof. A compiled root calls the
+operator `gramian::begin`, which proves the eager module on the graph's arguments. A root under FSDP2 is proven by a hook
+before
+FSDP2's own, because a proof runs entire forwards with all hooks, on all processes or on none.
 """
 
 import weakref
@@ -27,15 +28,15 @@ from gramian.taps.tap import Tap, next_key
 from gramian.taps.tapped_model import TappedModel, TapUse
 
 SAME_VALUES = ("View", "Reshape", "Alias", "ToCopy", "Squeeze", "Redistribute", "ToTorchTensor", "FromTorchTensor")
-"""Autograd nodes whose output has the values of their input."""
+"""Parts of names of autograd nodes whose output has the same values as their input."""
 _roots: "weakref.WeakValueDictionary[int, RootForward]" = weakref.WeakValueDictionary()
 
 
 class RootForward:
-    """Forwards of one tapped model's root."""
+    """Runs the forwards of one tapped model's root: each opens a pass, and is proven where samples are told apart."""
 
     def __init__(self, model: TappedModel, proof: RowProof) -> None:
-        """Make the root known to compiled graphs by a number."""
+        """Store model and row proof, and register this object under a number by which compiled graphs find it."""
         self._model, self._proof = model, proof
         number = next_key()
         self._key = torch.tensor(number)
@@ -43,7 +44,7 @@ class RootForward:
         self._hook: RemovableHandle | None = None
 
     def install_hook(self, root: nn.Module) -> None:
-        """Prove forwards of a sharded root before FSDP2 gathers its weights."""
+        """Install a pre-hook that proves forwards of an FSDP2 root before FSDP2 gathers its weights."""
         self._hook = root.register_forward_pre_hook(ShardedRootHook(self), prepend=True, with_kwargs=True)
 
     def remove_hook(self) -> None:
@@ -53,7 +54,7 @@ class RootForward:
             self._hook = None
 
     def enter(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Learn the batch size and open a pass."""
+        """Read the batch size from the root's arguments, or from `batch_size` of a listener, and open a pass."""
         model = self._model
         given = model.batch_size
         first = first_tensor(args, kwargs) if given is None else torch.empty(given, 0)
@@ -78,7 +79,7 @@ class RootForward:
             model.ticket = torch.tensor([model.open_pass(first)])
 
     def run(self, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run the root's own forward (`plain`) as one pass, proven where samples are told apart (eager mode)."""
+        """Run the root's own forward (`plain`) as one pass (eager mode); proven if a listener needs per-sample gradients."""
         forward = partial(self._forward, tap, module, plain)
         batch = self._samples_of(args, kwargs)
         if self._model.proof_run is not None or in_backward() or batch < 2 or self._model.trusts_shapes:
@@ -89,9 +90,9 @@ class RootForward:
         return self._proof.guard(forward, args, kwargs, batch, proven_before=sharded)
 
     def before_sharded(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Prove before FSDP2 gathers a root's weights for a forward.
+        """Prove a forward of an FSDP2 root before its weights are gathered.
 
-        Every process comes here for every forward, and runs along if any of them has something to prove.
+        Every process calls this for every forward, and runs along if any of them has something to prove.
         """
         model = self._model
         listens = model.live and torch.is_grad_enabled() and model.proof_run is None and model.weights is None
@@ -141,7 +142,7 @@ class RootForward:
         return apart(output) if gathers_in_order(model, tap, module) else output
 
     def _leave(self, output: Any) -> None:
-        """Note which layer made the output, and let audits watch the layers that did not run."""
+        """Store which layer made the output, and let audits watch the layers that did not run."""
         model = self._model
         model.output_layer = _maker(output)
         if model.passes.current is None:
@@ -168,16 +169,16 @@ class RootForward:
 
 
 class ShardedRootHook:
-    """A forward pre-hook in front of FSDP2's own; copies and pickles of a module carry one that does nothing."""
+    """A forward pre-hook before FSDP2's own that proves a forward; in copies and pickles of a module it does nothing."""
 
     def __init__(self, forward: RootForward | None) -> None:
-        """Refer weakly to the root's forwards; None: do nothing."""
+        """Refer weakly to the `RootForward` to call; None: the hook does nothing."""
         self._forward: Any = (lambda: None) if forward is None else weakref.ref(forward)
         reason = "a sharded model is proven eagerly"
         self._run = self._begin if forward is None else torch.compiler.disable(self._begin, reason=reason)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Begin a forward of the root; a compiled one leaves its graph here, as it does for FSDP2's own hooks."""
+        """Prove a forward of the root before it runs; a compiled root leaves its graph here, as for FSDP2's own hooks."""
         self._run(module, args, kwargs)
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -198,7 +199,7 @@ class ShardedRootHook:
 def _begin(
     root: Tensor, first: Tensor, text: str, tensors: list[Tensor], integers: list[int], reals: list[float]
 ) -> Tensor:
-    """Prove and open a pass when a compiled root runs; the ticket names the pass in the backward."""
+    """Prove a batch and open a pass when a compiled root runs; returns the number of the pass, [1], for the backward."""
     read_arguments = partial(read, text, tensors, integers, reals)
     return torch.tensor([_roots[int(root)].begin_compiled(first, read_arguments)])
 
@@ -209,7 +210,7 @@ def _(root: Tensor, first: Tensor, text: str, tensors: list[Tensor], integers: l
 
 
 def _maker(output: Any) -> str | None:
-    """The tapped layer that made the first tensor of an output, if nothing but views and casts stand between."""
+    """Name of the tapped layer that made the first tensor of an output, if only views and casts follow it; else None."""
     tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     logits = getattr(output, "logits", tensors[0] if tensors else None)
     node = logits.grad_fn if isinstance(logits, Tensor) else None

@@ -1,6 +1,6 @@
-"""The state of one tapped model: who listens, which rule governs its weight gradients, and which pass is under way.
+"""The state of one tapped model: its listeners, the rule that governs its weight gradients, and the pass under way.
 
-Everything that runs on a tapped model reads and writes this one object. The modules stand in one direction:
+Everything that runs on a tapped model reads and writes this one object. The modules import each other in one direction:
 
     tap → tapped_model → layer_backward → observer → layer_forward ─┐
                        └→ proof (runs the model through these)   ──┴→ root_forward → replaced_forward → hub → capture
@@ -30,17 +30,17 @@ from gramian.taps.roles import GradientRule, Ordinary, ParameterInfo
 from gramian.taps.tap import Tap
 
 Call = tuple[str, int, int]
-"""A call of a tapped layer: its name, its ordinal in the forward, and its rows over B (0: one row for all samples)."""
+"""A call of a tapped layer: its name, its ordinal in the forward, and its rows divided by B (0: one row for all samples)."""
 
 
 @dataclass
 class ProofRun:
-    """A run of the row proof: the calls of tapped layers, and the layers whose one row was expanded to B rows."""
+    """One run of the row proof: the calls of tapped layers, and the layers whose one row was expanded to B rows."""
 
     calls: list[Call] = field(default_factory=list)
     expanded: set[str] = field(default_factory=set)
     failure: GramianError | None = None
-    """A tap's refusal that is raised after the run, because other processes gather weights in the same run."""
+    """A tap's error, raised after the run instead of at once, because other processes gather weights in the same run."""
 
 
 class TapUse:
@@ -51,7 +51,7 @@ class TapUse:
     def __init__(
         self, model: "TappedModel", tap: Tap, pass_: Pass | None, extra: Any, inside_backward: bool, ordinal: int = 0
     ) -> None:
-        """Record the call: `ordinal` counts earlier calls in the pass; a checkpoint's second run is inside a backward."""
+        """Record the call: `ordinal` counts earlier calls in the pass; `inside_backward`: in a checkpoint's second run."""
         self.model, self.tap, self.pass_, self.extra = model, tap, pass_, extra
         self.inside_backward, self.ordinal = inside_backward, ordinal
 
@@ -63,15 +63,15 @@ class TappedModel:
         """Start with no listener, the ordinary gradient rule and no pass."""
         self.root = weakref.ref(root)
         self.live = False
-        """True if somebody listens; a compiled graph guards on this flag."""
+        """True if the model has a listener; a compiled graph guards on this flag."""
         self.per_sample = False
-        """True if a listener needs samples told apart."""
+        """True if a listener needs per-sample gradients."""
         self.batch = 0
-        """B of the pass under way."""
+        """Batch size B of the pass under way."""
         self.blank = False
         """True if the pass under way has no samples and runs on one row of zeros (where a rule withholds gradients)."""
         self.batch_size: int | None = None
-        """B as a listener gave it; None: the first axis of the root's first tensor."""
+        """Batch size B as a listener gave it; None: the first axis of the root's first tensor."""
         self.ticket = torch.zeros(1, dtype=torch.int64)
         """The number of the pass under way, as an input of compiled graphs."""
         self.probe = torch.zeros((), requires_grad=True)
@@ -80,9 +80,9 @@ class TappedModel:
         self.rule: GradientRule = Ordinary()
         self.parameters: dict[str, ParameterInfo] = {}
         self.audited: frozenset[str] = frozenset()
-        """Parameters whose entire gradient was compared with autograd's; after that, projections are."""
+        """Parameters whose entire gradient was compared with autograd's; from then on projections are compared."""
         self.audits = 0
-        """Audited backwards; by their number parameters take turns."""
+        """Number of audited backwards; it decides which parameters are compared next, by turns."""
         self.directions: dict[Any, Directions] = {}
         """Random directions on which audits project gradients, by shape and device."""
         self.listeners: list[Listener] = []
@@ -92,20 +92,21 @@ class TappedModel:
         self.calls: list[Call] = []
         """Calls of tapped layers in the forward under way (eager mode)."""
         self.lockstep = Lockstep()
-        """Processes that gather weights for each other, which must make equally many runs of a proof."""
+        """Processes that gather weights for each other (FSDP2), which must make equally many runs of a proof."""
         self.proven_calls: set[Call] = set()
-        """Calls that a proof has seen."""
+        """Calls (layer, ordinal, rows over B) that a row proof has seen."""
         self.shared: set[str] = set()
         """Layers that were proven to see one row for all samples: their output is expanded to B rows."""
         self.proof_run: ProofRun | None = None
-        """The run of a proof that is under way."""
+        """The run of a row proof that is under way; None: there is none."""
         self.weights: dict[str, Tensor] | None = None
         """{parameter: the tensor that its layer read} of an untapped run of a proof; None: no such run is under way."""
         self.gathered: GatheredParameters | None = None
-        """FSDP2's parameters while taps are installed."""
+        """FSDP2's parameters of the model while taps are installed, else None."""
         self.tensor_parallel: TensorParallel | None = None
-        """Processes among which a tensor-parallel model deals its samples out, while a listener takes shares; None: every
-        process sees all of its samples."""
+        """Processes of a tensor-parallel model that each take a share of the samples, while a listener takes shares; None:
+        every
+        process uses all samples it sees."""
         self.on_inputs: Callable[[Any], None] = lambda inputs: None
         """Called with the arguments of every forward of the root (eager mode)."""
         self.output_layer: str | None = None
@@ -113,7 +114,7 @@ class TappedModel:
 
     @property
     def root_module(self) -> nn.Module:
-        """The root, which must still exist."""
+        """The root module; asserts that it still exists."""
         root = self.root()
         assert root is not None
         return root
@@ -122,17 +123,17 @@ class TappedModel:
 
     @property
     def trusts_shapes(self) -> bool:
-        """True where no proof runs: in a tensor-parallel model, and in a sharded one that not every process captures."""
+        """True if no row proof runs: in a tensor-parallel model, and in an FSDP2 model if no listener asks for a proof."""
         collective = any(one.proof != "off" and (one.per_sample or one.takes_shares) for one in self.listeners)
         return self.tensor_parallel is not None or (isinstance(self.root(), FSDPModule) and not collective)
 
     @property
     def tells_samples_apart(self) -> bool:
-        """True if a listener needs to know which row is whose, and has not switched the proof off."""
+        """True if a listener needs per-sample gradients and has not switched the row proof off."""
         return any(listener.per_sample and listener.proof != "off" for listener in self.listeners)
 
     def groupings(self) -> list[Tensor | None]:
-        """The different `sample_ids` of the listeners; None: each row is a unit."""
+        """The listeners' different `sample_ids` tensors, by identity; None in the list: each row is a unit."""
         found: list[Tensor | None] = []
         for listener in self.listeners:
             ids = listener.sample_ids if listener.per_sample else None
@@ -141,21 +142,21 @@ class TappedModel:
         return found
 
     def proof_is_due(self) -> bool:
-        """True if a listener wants one run of the proof repeated on this batch."""
+        """True if a listener asks for the row proof to be repeated on this batch."""
         return any([listener.proof_is_due() for listener in self.listeners])
 
     def proof_failed(self) -> None:
-        """Report that a repeated run failed: what was computed since the last proof is not proven."""
+        """Tell all listeners that a repeated row proof failed: results since the last proof are not proven."""
         for listener in self.listeners:
             listener.proof_failed()
 
     def proof_stays_open(self) -> None:
-        """Report that all samples of a batch are equal, which proves nothing; a listener that cannot accept it raises."""
+        """Tell all listeners that all samples of a batch are equal, which proves nothing; a listener may raise."""
         for listener in self.listeners:
             listener.proof_stays_open()
 
     def watch(self, tap: Tap) -> None:
-        """Show the listeners the tensors that stand for a layer's parameters right now."""
+        """Give all listeners the tensors that the layer of `tap` uses for its parameters in this forward."""
         module = tap.owner()
         if module is not None:
             for local, name in tap.parameters.items():
@@ -172,7 +173,7 @@ class TappedModel:
 
     @contextmanager
     def recorded_by(self, recorder: Listener) -> Iterator[ProofRun]:
-        """Let a proof's recorder alone listen, and put listeners and the pass under way back afterwards."""
+        """Context manager: only a proof's recorder listens; afterwards the listeners and the pass under way are restored."""
         self.passes.settle()  # reports a backward that broke off, while its own listeners are attached
         listeners, current, per_sample, batch = list(self.listeners), self.passes.current, self.per_sample, self.batch
         output_layer = self.output_layer
@@ -191,7 +192,7 @@ class TappedModel:
 
     @contextmanager
     def untapped(self) -> Iterator[dict[str, Tensor]]:
-        """Let the model run as if nothing were installed; collects {parameter: tensor} that its layers read."""
+        """Context manager: the model runs without taps; yields {parameter: tensor that its layer read}, filled by the run."""
         self.live, self.weights = False, {}
         try:
             yield self.weights
@@ -199,9 +200,9 @@ class TappedModel:
             self.live, self.weights = True, None
 
     def raise_after_run(self, tap: Tap, error: GramianError) -> None:
-        """Raise now, or after a proof's run where other processes wait for what the rest of this run gathers.
+        """Raise a tap's error now, or after a proof's run if other processes wait for what the rest of the run gathers.
 
-        At once on weights that are not gathered (a unit that nobody gathers): autograd, which goes on, would crash on them.
+        It is raised at once if the layer's weights are not gathered: autograd would crash on them.
         """
         module = tap.owner()
         gone = module is None or any(isinstance(p, DTensor) for p in module.parameters())
@@ -211,7 +212,7 @@ class TappedModel:
 
 
 def rows_over_batch(saved: Sequence[Tensor], outputs: Sequence[Tensor], batch: int) -> int:
-    """Rows of a call over B: 0 for one row that stands for all samples, negative if they are not a multiple of B."""
+    """Rows of a call divided by B: 0 for one row that all samples share, minus the rows if they are not a multiple of B."""
     first = next((t for t in (*saved, *outputs) if t.dim()), None)
     rows = 0 if first is None else first.shape[0]
     if rows == 1 and batch != 1:
@@ -220,7 +221,7 @@ def rows_over_batch(saved: Sequence[Tensor], outputs: Sequence[Tensor], batch: i
 
 
 def refuse_unseen(model: TappedModel, calls: Sequence[Call]) -> None:
-    """Raise GramianError if no proof has seen one of these calls of a sharded model: one process alone cannot prove it."""
+    """Raise GramianError if no row proof has seen one of these calls of an FSDP2 model, which one process cannot prove."""
     for layer, ordinal, rows in calls:
         if (layer, ordinal, rows) not in model.proven_calls:
             raise GramianError(
@@ -230,6 +231,6 @@ def refuse_unseen(model: TappedModel, calls: Sequence[Call]) -> None:
 
 
 def refuse_create_graph(_: Tensor | None = None) -> None:
-    """Raise GramianError inside a backward that builds a graph of itself."""
+    """Raise GramianError in a backward with create_graph=True; usable as a gradient hook."""
     if torch.is_grad_enabled():
         raise GramianError("backward: create_graph=True is not supported; expected create_graph=False")

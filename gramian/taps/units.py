@@ -1,4 +1,4 @@
-"""The unit (a user, a packed document) that each row or token belongs to, where it is not "row i is sample i".
+"""The unit (a user, a packed document) that each row or token of a batch belongs to, if units are not the rows.
 
 Shapes: B rows of the batch, T tokens per row, U units, L the most tokens any unit has.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from gramian.core.errors import GramianError
 
 MOST = 2**24
-"""Exclusive upper bound of ids: there is a row for each number up to the largest."""
+"""Exclusive upper bound of unit ids: results have one row for each number up to the largest id."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Units:
 
     @classmethod
     def of(cls, sample_ids: Tensor, batch: int) -> "Units":
-        """Check `sample_ids` against the batch and count the units.
+        """Check `sample_ids` against the batch and count the units, which are numbered from 0.
 
         Args:
             sample_ids: [B] (rows) or [B, T] (tokens of packed rows), integers from 0.

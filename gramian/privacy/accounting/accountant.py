@@ -1,9 +1,10 @@
 """How much privacy was spent: a history of steps, and its ε through Opacus' accountants.
 
-Opacus' numbers are for normal noise, ours is bounded: ε is computed at the δ that is left after the share of the tails.
+Opacus' numbers are for normal noise, gramian's is bounded: ε is computed at the δ that is left after the share of the tails.
 
-The steps are not counted here: `ReleaseCounter.spent`, the high-water mark of releases begun, is passed in, so a replay counts
-once and nothing is refunded.
+The steps are not counted here: `ReleaseCounter.spent`, the number of releases begun, is passed in, so a replay counts once
+and
+nothing is refunded.
 """
 
 import math
@@ -18,23 +19,23 @@ from gramian.privacy.noise.element_noise import MOST_ELEMENTS, TAIL_MASS, tail_d
 MECHANISMS = ("prv", "rdp", "gdp")
 
 PRV_LIMIT = 200.0
-"""ε of "rdp" above which "prv" is not evaluated: its grid grows with ε, to minutes and then to all memory."""
+"""If ε by "rdp" exceeds this, "prv" is not evaluated: its grid grows with ε, to minutes and then to all memory."""
 
 PRV_LEAST_DELTA, PRV_LEAST_DELTA_OF_A_STEP = 1e-11, 1e-14
-"""δ below which "prv" is not evaluated: its transforms round in float64, and the more steps, the more."""
+"""Smallest δ for which "prv" is evaluated, at all and per step: below it, float64 rounding spoils its Fourier transforms."""
 
 PRV_SEARCH_LIMIT = 50.0
-"""Largest target ε of a search with "prv", whose bisection passes through several times as much."""
+"""Largest target ε of a search for σ with "prv": its bisection evaluates several times the target."""
 
 MOST_NOISE, TOLERANCE = 1e6, 0.01
-"""Largest σ of a search, and how far below its target ε may lie."""
+"""Largest σ that a search for the noise multiplier tries, and how far below its target the ε found may lie."""
 
 History = tuple[tuple[float, float, int], ...]
-"""(noise multiplier, sample rate, steps), in order."""
+"""Runs of equal steps, in order: (noise multiplier, sample rate, steps) each."""
 
 
 class Accounting:
-    """The steps of a run, in runs of equal (noise multiplier, sample rate), and their ε.
+    """Steps of a private run, grouped in runs of equal (noise multiplier, sample rate), and their ε.
 
     "prv" (numerical composition) is an upper bound that is tight to 0.01 in ε; "rdp" is an upper bound that is looser; "gdp"
     rests on a central limit theorem, can lie below the truth and is for comparison only: `approximate` is then True, with a
@@ -64,13 +65,14 @@ class Accounting:
 
     @property
     def steps(self) -> int:
-        """Steps counted so far."""
+        """Number of steps counted so far."""
         return sum(steps for _, _, steps in self._history)
 
     def record(self, noise_multiplier: float, sample_rate: float) -> None:
-        """Set the kind of the steps that follow: σ (0: no privacy) and the probability in (0, 1] of a record to take part.
+        """Set σ (0: no privacy) and sample rate, in (0, 1], of the steps that follow.
 
-        After a resume call `set_steps` with the counter's mark first: releases begun after the checkpoint were of the old kind.
+        After a resume call `set_steps` with the counter's `spent` first: releases begun after the checkpoint had the old
+        values.
         """
         _check_kind(noise_multiplier, sample_rate)
         kind = (float(noise_multiplier), float(sample_rate))
@@ -80,7 +82,7 @@ class Accounting:
             self._history.append((*kind, 0))
 
     def set_steps(self, spent: int) -> None:
-        """Count up to the mark `ReleaseCounter.spent`; new steps are of the kind recorded last. A lower mark is ignored."""
+        """Set the number of steps to `spent`, if it is larger; new steps have the σ and sample rate recorded last."""
         new = spent - self.steps
         if new <= 0:
             return
@@ -101,7 +103,7 @@ class Accounting:
         return _epsilon(self.mechanism, history, _check_delta("delta", delta))
 
     def catch_up(self, about: Any) -> None:
-        """Load a later account of the same run: the `state_dict`, or None, that a release counter stored beside its mark."""
+        """Take over the history in `about`, the `state_dict` of a counter file, if it has as many steps; None: do nothing."""
         if about is None:
             return
         later = Accounting(self.mechanism) if not self.approximate else object.__new__(Accounting)
@@ -111,11 +113,11 @@ class Accounting:
             self._history = later._history
 
     def state_dict(self) -> dict[str, Any]:
-        """The history, in plain values."""
+        """{"mechanism": name, "history": list of (noise multiplier, sample rate, steps)}, in plain values."""
         return {"mechanism": self.mechanism, "history": [list(run) for run in self._history]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a history. The mechanism stays: any accountant can read a history."""
+        """Replace the history by that of a state. The mechanism stays: any accountant can read a history."""
         history = state.get("history") if isinstance(state, Mapping) else None
         if not isinstance(history, list | tuple) or not all(map(_is_run, history)):
             raise GramianError(
@@ -175,7 +177,7 @@ def find_noise_multiplier(
 
 
 def _check_resolved(field: str, delta: float, left: float, steps: int) -> None:
-    """Raise where PRV's Fourier transforms have no digits left: there, ε falls with δ, differently on every machine."""
+    """Raise a `GramianError` if δ is too small for PRV's Fourier transforms, whose ε would be rounding errors."""
     least = max(PRV_LEAST_DELTA, PRV_LEAST_DELTA_OF_A_STEP * steps)
     if left < least:
         tails = f", and the noise's tails take {delta - left:.0e}" if left < delta else ""
@@ -190,7 +192,8 @@ def _left_for_normal_noise(history: History, delta: float) -> float:
 
     A record takes part with probability q, and δ₀ is what that costs (`tail_delta`) if the larger data set is the one that
     is observed. If it is the smaller one, its noise may lie where the larger one's cannot: probability δ₀ in every step, and
-    the ratio there is 1/(1 - q) at most, so that the excess is below min(1, q/(1 - q))·δ₀ ≤ 2q·δ₀. z = (1 - 2⁻⁶⁴)^(pairs·steps)
+    the ratio there is 1/(1 - q) at most, so that the excess is below min(1, q/(1 - q))·δ₀ ≤ 2q·δ₀. z = (1 -
+    2⁻⁶⁴)^(pairs·steps)
     is the mass that all densities inside the bound are divided by.
     """
     tails = sum(min(1.0, 2 * rate) * steps * tail_delta(sigma) for sigma, rate, steps in history)
@@ -198,14 +201,14 @@ def _left_for_normal_noise(history: History, delta: float) -> float:
 
 
 def _is_run(run: Any) -> bool:
-    """True for two numbers and an integer, none of them True or False."""
+    """True for a run of the history: two numbers and an integer, none of them True or False."""
     if not isinstance(run, list | tuple) or len(run) != 3 or any(isinstance(value, bool) for value in run):
         return False
     return all(isinstance(value, int | float) for value in run[:2]) and isinstance(run[2], int)
 
 
 def _first(history: History, steps: int) -> History:
-    """The history of the first so many steps."""
+    """The history cut to its first `steps` steps."""
     found: list[tuple[float, float, int]] = []
     for sigma, rate, count in history:
         if steps > 0:
@@ -246,7 +249,7 @@ def _epsilon(mechanism: str, history: History, delta: float) -> float:
 
 
 def _through_opacus(mechanism: str, what: str, instead: str, compute: Callable[[], float]) -> float:
-    """A number from Opacus; a `GramianError` of one line for what it cannot compute.
+    """The number that `compute()` gets from Opacus; a `GramianError` of one line if it cannot compute `what`.
 
     Its warnings are dropped: those of the import concern other parts of it, that of the RDP orders says that the bound could
     be tighter, and that of GDP is given once, by `Accounting`.

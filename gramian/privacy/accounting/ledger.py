@@ -21,10 +21,10 @@ SCHEMA = 1
 
 
 class Ledger:
-    """The account of one private run; every process has one, and all are equal once they are open."""
+    """The account of one private run: key, release counter, history of steps. Every process has one; once open, all agree."""
 
     def __init__(self, accountant: str, *, insecure_reproducible: bool, seed: int | None) -> None:
-        """Draw the key. The arguments are those of `PrivacyEngine`."""
+        """Draw the secret key. The arguments are those of `PrivacyEngine`."""
         self.accounting = Accounting(accountant)
         self.secrets = Secrets(insecure_reproducible=insecure_reproducible, seed=seed)
         self.counter = ReleaseCounter()
@@ -36,7 +36,7 @@ class Ledger:
         self._replayed_weights: list[int] | None = None  # weight digest of the state that is replayed
         self._checks_weights = False  # True from the load of a replay to its first release
         self.not_replayed: str | None = None
-        """Why the last `load_state_dict(…, replay=True)` did not become a replay; None: it did, or was not asked to."""
+        """Reason why the last `load_state_dict(…, replay=True)` did not replay; None: it did, or was not asked to."""
         self._parallel: ProcessGrid | None = None
         self._device = torch.device("cpu")
 
@@ -49,7 +49,7 @@ class Ledger:
         device: torch.device,
         weights: Callable[[], Tensor],
     ) -> None:
-        """Begin with these options, on every process.
+        """Begin a run with these options on every process: check that they agree, and share the key and counter.
 
         Args:
             options: {name: value}, the same on every process, and in a replay the same as before.
@@ -76,17 +76,17 @@ class Ledger:
         self.accounting.set_steps(self.counter.spent)  # a counter file may have been there before
 
     def close(self) -> None:
-        """End a run, or one that did not begin; the account stays."""
+        """End the run that `open` began, or failed to begin; the history and the key stay."""
         self._parallel = None
 
     def end_replay(self) -> None:
-        """End a replay: releases that follow have a new key and new numbers."""
+        """End a replay, if there is one: the next release gets a new number under a new key."""
         if self._replayed_options is not None:
             self.counter.move_on()
             self._renew_key()
 
     def begin(self) -> int:
-        """Count a new release before it exists and return its number.
+        """Count a new release (one noised sum) before it exists and return its number.
 
         Raises:
             GramianError: in a forked process; and for the first of a replay, if the weights are not those of the state.
@@ -102,7 +102,7 @@ class Ledger:
         return number
 
     def bind(self, path: "str | os.PathLike[str]", *, must_exist: bool) -> None:
-        """Store the mark of the counter in a file, which the first process writes."""
+        """Store the number of releases begun in a file, which the first process writes; `must_exist` in a resumed run."""
         if not isinstance(path, str | os.PathLike):
             raise GramianError(f"path: expected that of the counter file, got {path!r}")
         parallel = self._parallel
@@ -118,7 +118,7 @@ class Ledger:
         self._count()
 
     def state_dict(self) -> dict[str, Any]:
-        """The complete account, with the key."""
+        """The complete account in one dict: history, counter, secret key, digests of options and weights."""
         due = self._replayed_options if self._parallel is None else None
         weights = None if self._weights is None else self._weights()
         if due is not None:
@@ -134,10 +134,10 @@ class Ledger:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, replay: bool) -> None:
-        """Load an account; where `replay` is False the counter moves past every release begun, under a new key.
+        """Load an account; unless `replay`, the counter moves past every release begun, under a new key.
 
         Raises:
-            GramianError: if the state is not one of `state_dict`, or cannot be replayed here; nothing has changed then.
+            GramianError: if the state is not one of `state_dict`, or cannot be replayed; nothing has changed then.
         """
         _check_state(state)
         asked, replay = replay, replay and state.get("generator") == NORMALS_VERSION
@@ -179,7 +179,7 @@ class Ledger:
         self._count()
 
     def _end_replay_on_other_weights(self) -> None:
-        """End a replay on other weights than those of the state: their clipped sums would differ. Collective.
+        """End a replay if the weights are not those of the state: their clipped sums would differ. Collective.
 
         A process that has no digest of the state, or that of another rank's shards, does not object.
         """
@@ -213,7 +213,7 @@ class Ledger:
             )
 
     def _renew_key(self) -> None:
-        """Draw a new key where a resume is not a replay: the old one may have drawn noise, here or in a copy of the run."""
+        """Draw a new key after a resume that is no replay: the old one may have drawn noise in another copy of the run."""
         self.secrets.renew()
         self._replayed_options, self._replayed_weights, self._checks_weights, self._uncounted = None, None, False, True
         if self._parallel is None:  # else the options of `open` still hold
@@ -230,7 +230,7 @@ class Ledger:
         self._uncounted = False
 
     def _agree(self) -> None:
-        """Check that all processes have the same data set and options, and share the first one's key and counter."""
+        """Raise if processes differ in data set or options; else all take the first process's key and counter."""
         parallel = self._parallel
         if parallel is None or parallel.size == 1:
             return
@@ -246,14 +246,14 @@ class Ledger:
         self._share_counter()
 
     def _share_key(self) -> None:
-        """Send the first process's key to all."""
+        """Send the first process's secret key to all processes."""
         if self._parallel is not None and self._parallel.size > 1:
             state = self.secrets.state_dict()
             key = self._parallel.from_first(bytes(state["key"].tolist()), self._device)
             self.secrets.load_state_dict({**state, "key": torch.tensor(list(key), dtype=torch.uint8)})
 
     def _share_counter(self) -> None:
-        """Send the first process's counter to all."""
+        """Send the first process's release counter to all processes."""
         parallel = self._parallel
         if parallel is not None and parallel.size > 1:
             mine = self.counter.state_dict()
@@ -264,13 +264,13 @@ class Ledger:
                 self.counter.load_state_dict(theirs, replay=True)
 
     def _count(self) -> None:
-        """Account for all releases of the counter; a counter file alone does not know of which kind they were."""
+        """Set the number of accounted steps to the releases of the counter, once their σ and sample rate are known."""
         if self.accounting.history or self._parallel is not None:
             self.accounting.set_steps(self.counter.spent)
 
 
 def _check_state(state: Any) -> None:
-    """Raise a `GramianError` unless a state has the fields that `Ledger` and the engine read."""
+    """Raise a `GramianError` unless `state` has all fields that `Ledger` and the engine read."""
     if not isinstance(state, Mapping) or not is_count(state.get("schema")) or state["schema"] != SCHEMA:
         raise GramianError(f"state: expected what engine.state_dict() gave (schema {SCHEMA})")
     missing = {"secrets", "accountant", "counter", "nonfinite", "config"} - set(state)
@@ -293,7 +293,7 @@ def _check_state(state: Any) -> None:
 
 
 def _check_replay(before: Mapping[str, int], digests: Mapping[str, int]) -> None:
-    """Raise a `GramianError` unless the digests of all options are those of the state."""
+    """Raise a `GramianError` naming the first option whose digest differs from `before`, that of the state to replay."""
     changed = [field for field in {**before, **digests} if before.get(field) != digests.get(field)]
     if changed:
         raise GramianError(

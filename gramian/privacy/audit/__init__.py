@@ -1,1 +1,1 @@
-"""Checks at run time that the privacy guarantee rests on."""
+"""Checks at run time of the assumptions on which the privacy guarantee rests."""

@@ -1,6 +1,6 @@
 """Refuse gradients that no noise would cover: of a trained parameter past its tap, and of parameters outside the engine.
 
-Both are an error, on every step, before anything is added to `p.grad` of a trained parameter.
+Both raise an error, on every step, before anything is added to `p.grad` of a trained parameter.
 """
 
 import weakref
@@ -23,10 +23,10 @@ from gramian.taps.passes import accumulates
 
 
 class BypassDetector:
-    """Refuses gradients that reach a parameter, or under FSDP2 the unsharded tensor in its place, past the layer's tap."""
+    """Refuses gradients that reach a parameter (under FSDP2 its gathered tensor) without passing the layer's tap."""
 
     def __init__(self, trained: Mapping[str, nn.Parameter], is_active: Callable[[], bool]) -> None:
-        """Put a hook on every parameter; `is_active` returns False while a proof runs the model untapped."""
+        """Hook every parameter in `trained`; `is_active` returns False while a proof runs the model untapped."""
         self._names, self._is_active = set(trained), is_active
         self._watched: dict[int, Tensor] = {}
         self._handles: list[RemovableHandle] = []
@@ -34,13 +34,13 @@ class BypassDetector:
             self.watch(name, p)
 
     def watch(self, name: str, tensor: Tensor) -> None:
-        """Put a hook on a tensor that stands for a trained parameter."""
+        """Hook a tensor that is used for the trained parameter `name`: a gradient that reaches it raises a `GramianError`."""
         if name in self._names and tensor.requires_grad and tensor.is_leaf and id(tensor) not in self._watched:
             self._watched[id(tensor)] = tensor
             self._handles.append(tensor.register_hook(partial(self._refuse, name)))
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks from all parameters and tensors."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -78,15 +78,15 @@ class OutsideParameters:
         self._unreleased = unreleased
         self._other_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._behind: Any = WeakIdKeyDictionary()
-        """Parameters behind inputs and losses."""
+        """Parameters in the graphs of inputs and losses (weak keys)."""
         self._handle = register_optimizer_step_pre_hook(torch.compiler.disable(self._before_any_step))
 
     def remove(self) -> None:
-        """Stop watching optimizers."""
+        """Stop watching the steps of other optimizers."""
         self._handle.remove()
 
     def look_behind(self, tensors: Any) -> None:
-        """Note the parameters that a backward through these tensors, in any structure, would reach.
+        """Collect the parameters that a backward through these tensors, in any structure, would reach.
 
         Cost: nothing for tensors that need no gradient, else a walk through the graph behind them.
         """
@@ -125,7 +125,7 @@ class OutsideParameters:
 
 
 def _parameters_behind(tensor: Tensor) -> Iterator[nn.Parameter]:
-    """Walk through the graph and yield the parameters that a backward through a tensor would reach."""
+    """Yield the parameters that a backward through a tensor would reach, by a walk through its graph."""
     waiting, seen = [get_gradient_edge(tensor).node], set()
     while waiting:
         node = waiting.pop()

@@ -1,4 +1,4 @@
-"""Prove that a loss keeps the samples of a batch apart: the row proof, with the user's loss in place of random cotangents."""
+"""Prove that a loss does not mix the samples of a batch: the row proof, with the user's loss in place of random cotangents."""
 
 import inspect
 from collections.abc import Callable
@@ -17,13 +17,15 @@ from gramian.taps.proof.prover import Prover
 from gramian.taps.proof.sample_arguments import SampleArguments
 
 FEW = 32
-"""Below so many samples several numberings are tried: a loss that couples few pairs is missed by one of them in three."""
+"""Below this many samples four random numberings of them are tried; one misses a loss that mixes few pairs in 1 of 3 cases."""
 SCALES = (1.0, 2.0**-8, 2.0**-16)
-"""Factors of the loss that are tried until its gradients are finite: a loss scale may be too large for the first batch."""
+"""Factors of the loss, tried until its gradients are finite: a loss scale may be too large for the first batch."""
 
 
 def check_independence(hub: Hub, root: nn.Module, loss_fn: Callable[..., Tensor], batch: Any) -> None:
-    """Replace keyed sets of samples; rows of the rest must not change, nor may one sample's gradient when it is alone.
+    """Prove by runs with replaced samples that a loss depends on each sample through its own rows alone, or raise.
+
+    The rows of samples that stay must not change, nor may one sample's gradient when it runs alone.
 
     Cost: 2⌈log₂ B⌉ + 4 forwards and backwards of the loss, four times as many below 32 samples.
 
@@ -67,12 +69,12 @@ def check_independence(hub: Hub, root: nn.Module, loss_fn: Callable[..., Tensor]
 
 
 def numberings(rows: int) -> int:
-    """Number of numberings of so many samples that are tried."""
+    """Number of random numberings of the samples that are tried for a batch of `rows`: 4 below FEW, else 1."""
     return 4 if rows < FEW else 1
 
 
 def _shows(prover: Prover) -> bool:
-    """Run one proof; False if no sample had a gradient, or one was not finite."""
+    """Run one proof of the loss; False if no sample had a gradient, or one was not finite. GramianError if it fails."""
     if prover.open:
         raise GramianError("batch: all its samples are equal; expected samples that differ")
     try:
@@ -85,7 +87,7 @@ def _shows(prover: Prover) -> bool:
 
 
 def _call(loss_fn: Callable[..., Tensor], model: nn.Module, batch: Any) -> Tensor:
-    """Call the loss, with the model first where the function takes one argument more than the batch has parts."""
+    """Call the loss on a batch; the model comes first if the function takes one argument more than the batch has parts."""
     given = list(batch) if isinstance(batch, tuple | list) else [batch]
     try:
         takes = list(inspect.signature(loss_fn).parameters.values())

@@ -18,33 +18,36 @@ from gramian.kernels.checksums import checksums
 from gramian.parallel.data_parallel import local
 
 SAMPLED = 2**15
-"""Elements of each parameter whose values are compared."""
+"""Number of elements of each parameter whose values are compared between backward and step."""
 
 
 class ChangeDetector:
-    """Checksums of gradients and weights when a backward returned. Vectors are [N], in the order of the trained parameters."""
+    """Checksums of gradients and weights at the end of a backward, to detect later changes.
+
+    Vectors are [N], one entry for each trained parameter, in their order.
+    """
 
     def __init__(self, trained: Mapping[str, nn.Parameter]) -> None:
-        """Begin before the first backward."""
+        """Store the parameters; no checksum is taken before the first backward."""
         self._trained = dict(trained)
         self._gradients: Tensor | None = None
         """Checksums of `p.grad` as the last backward left it."""
         self._unscaled: Tensor | None = None
-        """The same after a GradScaler's `unscale_`."""
+        """Checksums of the gradients as a GradScaler's `unscale_` would leave them."""
         self._changed: Tensor | None = None
-        """Gradients that were changed before the last backward added to them."""
+        """Mask [N] of gradients that were changed before the last backward added to them."""
         self._weights: Tensor | None = None
         self._versions: list[int] = []
         self._may_be_zero: dict[frozenset[str], Tensor] = {}
-        """{parameters for which zeros are a change: mask of all other parameters} of the last comparison, on the device."""
+        """{parameters for which zeros are a change: mask [N] of all others} of the last comparison, on the device."""
 
     @property
     def on(self) -> bool:
-        """True between a backward and `clear`."""
+        """True between a backward and `clear`, while gradients and weights must not change."""
         return self._gradients is not None
 
     def clear(self) -> None:
-        """Forget the checksums: the gradients have their noise, or are dropped, and may be written to."""
+        """Drop the checksums: the gradients were noised or dropped, and may be written to."""
         self._gradients = self._unscaled = self._changed = self._weights = None
 
     @torch.no_grad()
@@ -61,16 +64,16 @@ class ChangeDetector:
             self._weights, self._versions = self._weights_now(), self._versions_now()
 
     def _marked(self, now: Tensor) -> Tensor:
-        """The checksums, made wrong where a gradient was changed before the backward added to it."""
+        """The checksums `now`, made wrong for gradients that were changed before the last backward added to them."""
         return now if self._changed is None else now + self._changed
 
     def carry(self, never_zero: Collection[str]) -> None:
-        """Before another backward adds to the gradients: note which were changed, without waiting for the device."""
+        """Store which gradients were changed before another backward adds to them; does not wait for the device."""
         self._changed = self.changed_gradients(never_zero)
 
     @torch.no_grad()
     def changed_gradients(self, never_zero: Collection[str], unscaled: bool = False) -> Tensor:
-        """Which gradients are not what the last backward left, nor zeros or None; bool [N].
+        """Mask, bool [N], of gradients that are neither what the last backward left, nor zeros or None.
 
         For parameters in `never_zero` zeros are a change, too. `unscaled`: a GradScaler has divided the gradients since.
         """
@@ -83,7 +86,7 @@ class ChangeDetector:
         return (now != before) & ~((now == 0) & self._may_be_zero[names])
 
     def written_weights(self) -> list[str]:
-        """Names of the parameters whose version moved; reads nothing from the device."""
+        """Names of the parameters whose version counter moved since the backward; reads nothing from the device."""
         if self._weights is None:
             return []
         now = self._versions_now()
@@ -91,13 +94,13 @@ class ChangeDetector:
 
     @torch.no_grad()
     def changed_weights(self) -> Tensor:
-        """Which weights were written to, or have other values; bool [N]."""
+        """Mask, bool [N], of weights that were written to or changed their values since the backward."""
         assert self._weights is not None
         changed, written = self._weights_now() != self._weights, self.written_weights()
         return changed | torch.tensor([n in written for n in self._trained]).to(changed.device) if written else changed
 
     def _ordered_gradients(self) -> list[Tensor]:
-        """Every gradient's local part, in the order of the parameter's memory; empty where there is none."""
+        """Local part of every gradient, in the order of the parameter's memory; empty where it is None."""
         return [
             local(p).new_empty(0) if p.grad is None else _in_order(local(p.grad), p) for p in self._trained.values()
         ]
@@ -111,7 +114,7 @@ class ChangeDetector:
 
 
 def _in_order(t: Tensor, p: nn.Parameter) -> Tensor:
-    """Contiguous, in the order of the parameter's memory: no copy where the tensor is laid out as the parameter is."""
+    """A tensor made contiguous in the memory order of parameter `p`; no copy where it is laid out so."""
     like = local(p)
     if t.is_contiguous() and like.is_contiguous():
         return t
@@ -120,7 +123,7 @@ def _in_order(t: Tensor, p: nn.Parameter) -> Tensor:
 
 
 def _unscaled(gradients: list[Tensor], inverse_scale: Tensor) -> list[Tensor]:
-    """Copies that a GradScaler's own operation has unscaled, so that they are equal to the bit."""
+    """Copies of the gradients, unscaled by a GradScaler's own operation, so that they are equal to the bit."""
     copies = [gradient.clone() for gradient in gradients]
     for device, dtype in {(copy.device, copy.dtype) for copy in copies}:
         group = [copy for copy in copies if copy.device == device and copy.dtype == dtype]

@@ -8,27 +8,27 @@ from typing import Any
 from gramian.taps.proof.prover import Proven
 
 PERIOD = 1000
-"""Steps of which one, drawn by the secret key, repeats a run of the proof."""
+"""On average one step in this many, chosen by the secret key, repeats a run of the row proof."""
 
 
 @dataclass
 class ProofLog:
-    """The row proofs of one engine."""
+    """Record of the row proofs of one engine: when one is repeated, which failed, and which releases are covered."""
 
     option: str | int
-    """`proof` of `make_private`."""
+    """The option `proof` of `make_private`: "auto", "off" or a period in steps."""
     loss: bool = False
     """True once `check_independence` has passed."""
     last: int = 0
-    """The release before which rows were shown to be right."""
+    """Number of the last release before which the row proof was repeated; 0: the first proof."""
     failed: int | None = None
-    """The release before which a repeated run failed."""
+    """Number of the release before which a repeated row proof failed; None: none did."""
     _asked: int = -1
     _before: int = 0
-    """`last` before the run that was due last."""
+    """Value of `last` before the latest repetition."""
 
     def is_due(self, release: int, key: bytes) -> bool:
-        """True for the first forward of one release in a period: those whose hash by a secret key is a multiple of it."""
+        """True if the row proof is to be repeated: once in a release whose keyed hash is a multiple of the period."""
         if self.option == "off" or release == self._asked:
             return False
         self._asked = release
@@ -40,13 +40,13 @@ class ProofLog:
         return due
 
     def fail(self, release: int) -> None:
-        """Note that the run that was due failed: no release since the run before it is covered."""
+        """Record that the repeated proof failed before this release: releases since the proof before are not covered."""
         self.last, self.failed = self._before, release
 
     def record(self, proven: Sequence[Proven], rows: str | None = None) -> dict[str, Any]:
-        """What was shown of every structure of inputs, and which releases it does not cover, as JSON values.
+        """What was proven of every structure of inputs, and which releases are not covered, as JSON values.
 
-        `rows` replaces the result where rows need no proof.
+        `rows` replaces the result where rows need no proof (batches of one sample).
         """
         shown = rows or ("off" if self.option == "off" else "proven" if proven else "not proven yet")
         return {

@@ -92,7 +92,7 @@ def carries_no_state(root: nn.Module, args: Any, kwargs: Any) -> bool:
 
 
 def _other(leaf: Any) -> Any:
-    """Another sample: the median of this one's values in all places; the sample itself if that changes nothing."""
+    """A different sample for a test: every value replaced by the median of `leaf`; `leaf` itself if that changes nothing."""
     if (
         not isinstance(leaf, Tensor)
         or not leaf.numel()
@@ -109,7 +109,7 @@ def _copy(leaf: Any) -> Any:
 
 
 def _equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    """True if outputs are the same up to rounding; NaN is equal to NaN."""
+    """True if two lists of outputs are equal up to rounding; NaN is equal to NaN."""
     return len(one) == len(other) and all(
         a.shape == b.shape and torch.allclose(a, b, 64 * torch.finfo(a.dtype).eps, 1e-12, equal_nan=True)
         for a, b in zip(one, other, strict=True)

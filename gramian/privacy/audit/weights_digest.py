@@ -1,6 +1,6 @@
 """A digest of what the next sum of a private run depends on: weights, buffers and the optimizer's state.
 
-A replay draws the noise of a release again, so its sum must be the same: on other weights it would differ.
+A replay after a resume draws the noise of a release again, so its sum must be the same: on other weights it would differ.
 """
 
 import hashlib
@@ -17,25 +17,29 @@ from gramian.parallel.process_grid import ProcessGrid
 from gramian.taps.model.user_names import join, named_modules
 
 CHUNK = 2**22
-"""Elements per piece: 32 MB of keys, and as much for the products."""
+"""Number of elements that are digested at once: 32 MB of keys, and as much for the products."""
 
 FIELDS = ("processes", "process", "digest")
-"""Parts of a weight digest: number of processes, rank whose shards it covers (0 where all ranks hold the same), 64 bits."""
+"""Entries of a weight digest: number of processes, rank whose shards it covers (0 if all ranks have the same), 64-bit digest.
+"""
 
 
 def digest(value: Any) -> int:
-    """63 bits of the `repr` of a value."""
+    """63-bit integer hash of the `repr` of a value."""
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 1
 
 
 def weight_digest(
     root: nn.Module, optimizer: Optimizer, trained: Mapping[str, nn.Parameter], parallel: ProcessGrid
 ) -> Tensor:
-    """int64 [3], `FIELDS`: Σ_t Σ_j m_tj Σ_i k_i w_tji modulo 2⁶⁴, w the bits of element i of chunk j of tensor t.
+    """Digest of the model's parameters and buffers and the optimizer's state: int64 [3], the `FIELDS`.
 
-    The odd multipliers k and m are fixed and known: the digest finds accidents, and can be forged. Under FSDP2 it covers this
-    process's shards, so that no process waits for another; it changes with the number of processes. The host does not wait for
-    the device. Cost: three passes over the tensors, and 64 MB.
+    Σ_t Σ_j m_tj Σ_i k_i w_tji modulo 2⁶⁴, w the bits of element i of chunk j of tensor t. The odd multipliers k and m are
+    fixed
+    and known: the digest finds accidents, and can be forged. Under FSDP2 it covers this process's shards, so that no process
+    waits for another; it changes with the number of processes. The host does not wait for the device. Cost: three passes
+    over
+    the tensors, and 64 MB.
 
     Args:
         root: its parameters and persistent buffers are included.
@@ -64,7 +68,7 @@ def weight_digest(
 def _tensors(
     root: nn.Module, optimizer: Optimizer, trained: Mapping[str, nn.Parameter]
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, this process's part) of every tensor that is included; a shared tensor under each of its names."""
+    """(name, this process's part) of all parameters, persistent buffers and optimizer state tensors, shared ones repeatedly."""
     for name, module in named_modules(root):
         buffers = {key: t for key, t in module._buffers.items() if key not in module._non_persistent_buffers_set}
         for key, tensor in (*module._parameters.items(), *buffers.items()):
@@ -78,7 +82,7 @@ def _tensors(
 
 
 def _words(t: Tensor) -> Tensor:
-    """The bits of a tensor in row-major order, as integers, flat."""
+    """The bits of a tensor in row-major order, as a flat tensor of integers."""
     flat = t.contiguous().view(-1)
     flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])

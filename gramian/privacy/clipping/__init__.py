@@ -1,1 +1,1 @@
-"""Exact per-sample clipping: the plan, the gradient rule, and the sums on their way to the optimizer."""
+"""Exact per-sample clipping: the plan of a backward, the gradient rule, and the clipped sums until the optimizer step."""

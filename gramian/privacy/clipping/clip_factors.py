@@ -1,4 +1,4 @@
-"""The clip factor of a sample, c_i = min(1, C / ‖g_i‖), with a margin for rounding.
+"""The clip factor c_i = min(1, C / ‖g_i‖) of a sample with gradient g_i and clip norm C, with a margin for rounding.
 
 Every way of clipping uses this one function; one sample contributes a gradient of norm at most C to the sum.
 """
@@ -10,15 +10,15 @@ from torch import Tensor
 
 SLACK = {torch.float64: 2.0**-36, torch.float32: 2.0**-17, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-8}
 """Relative error that rounding may add to a norm or to a clipped gradient, by the narrowest dtype that takes part. Factors of
-clipped samples are smaller by this much, so that what they contribute stays within C."""
+clipped samples are smaller by this much, so that their contribution stays within the clip norm."""
 
 
 @dataclass(frozen=True)
 class ClippedBatch:
-    """Norms and clip factors of the samples of one backward. ε does not cover them."""
+    """Gradient norms and clip factors of the samples of one backward. ε does not cover their publication."""
 
     norms_B: Tensor
-    """Norm of each sample's gradient."""
+    """Norm of each sample's gradient over all trained parameters: [B]."""
     factors_B: Tensor
     """Clip factor of each sample; 0 for one whose gradient is not finite."""
     nonfinite: int
@@ -26,6 +26,6 @@ class ClippedBatch:
 
 
 def clip_factors(norms: Tensor, max_grad_norm: float, slack: float) -> Tensor:
-    """min(1, C / (1 + slack) / norm) for every norm, and 0 where the norm is not finite."""
+    """min(1, C / (1 + slack) / norm) for every norm, with C = max_grad_norm; 0 where the norm is not finite."""
     limit = max_grad_norm / (1 + slack)
     return torch.where(norms.isfinite(), (limit / norms).clamp(max=1.0), 0.0)

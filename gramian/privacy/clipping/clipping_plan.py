@@ -1,8 +1,8 @@
 """Choose, for each parameter of a private step, how its per-sample norms and its clipped sum are computed.
 
-With B samples, T tokens per sample, a weight of M×N and e bytes per element, a linear layer has three ways. All compute the
-same weight gradient (2·B·T·M·N FLOPs) as an ordinary step; their extra work, and the bytes stored until the clip factors are
-known:
+With B samples, T tokens per sample, inputs A and output gradients G, a weight of M×N and e bytes per element, a linear layer
+has three ways. All compute the same weight gradient (2·B·T·M·N FLOPs) as an ordinary step; their extra work, and the bytes
+stored until the clip factors are known:
 
 | way | stores | extra work |
 |---|---|---|
@@ -10,8 +10,10 @@ known:
 | direct | the same | 2·B·T·M·N FLOPs, and weighting |
 | keep | per-sample gradients: B·M·N·e | three passes over them |
 
-An ordinary step frees activations while the backward runs. The stored tensors take their place, so a step that stores as much
-as the activations did has the memory peak of an ordinary one. `plan_clipping` gives each parameter its fastest way and, while
+An ordinary step frees activations while the backward runs. The stored tensors take their place, so a step that stores as
+much
+as the activations did has the memory peak of an ordinary one. `plan_clipping` gives each parameter its fastest way and,
+while
 the sum exceeds the budget, changes the parameter that frees the most bytes for the least time. Times come from constants
 measured once (`MACHINES`), never from a clock, so that every run makes the same plan.
 """
@@ -33,18 +35,19 @@ TILE = 128
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of one kind of device, per second."""
+    """Throughput of one kind of device in each kind of kernel, per second."""
 
     product: float
-    """FLOPs of a library GEMM."""
+    """FLOPs per second of a library GEMM."""
     weighted: float
-    """FLOPs of the product that weights every sample in its accumulator; 0: one operand is scaled before the product."""
+    """FLOPs per second of the product that weights every sample in its accumulator; 0: there is none, and one operand is
+    scaled before the product."""
     gram: float
-    """FLOPs of the symmetric Gram kernel."""
+    """FLOPs per second of the symmetric Gram kernel."""
     direct: float
-    """FLOPs of the GEMM that ends in a sum of squares."""
+    """FLOPs per second of the GEMM that ends in a sum of squares."""
     bandwidth: float
-    """Bytes of memory traffic."""
+    """Bytes of memory traffic per second."""
 
 
 MACHINES: dict[str, Machine] = {
@@ -52,25 +55,26 @@ MACHINES: dict[str, Machine] = {
     "cuda float": Machine(4.5e13, 0.0, 3.0e13, 3.0e13, 3.3e12),
     "cpu": Machine(1e11, 0.0, 5e10, 5e10, 1e10),
 }
-"""Measured on an H200 (`benchmarks/clip_kernels.py`); ratios on other GPUs are close enough to choose by."""
+"""Throughputs by kind of device, measured on an H200 (`benchmarks/clip_kernels.py`); ratios on other GPUs are similar."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Shapes of one parameter and of its part in a step, from which bytes and times follow."""
+    """One parameter of a step as the planner sees it: form, batch, tokens, shape and bytes, from which costs follow."""
 
     parameter: str
     form: str
-    """"outer" (a matrix that multiplies every token), "sum" (biases, norms), "rows" (tables), "parts", or "other"."""
+    """"outer" (a matrix that multiplies every token), "sum" (biases, norms), "rows" (tables), "parts" (convolutions, several
+    uses of different forms), or "other"."""
     batch: int
     tokens: int
     shape: tuple[int, ...]
     itemsize: int
-    """Bytes of an element of a stored gradient."""
+    """Bytes per element of a stored per-sample gradient."""
     held: int
-    """Bytes of the tensors that a later weighted sum reads."""
+    """Bytes of the tensors (inputs, output gradients) that a later weighted sum reads."""
     scaled: int = 0
-    """Bytes of the narrower operand."""
+    """Bytes of the narrower of the two operands of a product; 0 if there is none."""
 
     @property
     def elements(self) -> int:
@@ -79,33 +83,33 @@ class Share:
 
     @property
     def kept(self) -> int:
-        """Bytes of all per-sample gradients."""
+        """Bytes of the parameter's per-sample gradients for the whole batch."""
         size = max(self.itemsize, 4) if self.form == "sum" else self.itemsize
         return self.batch * self.elements * size
 
 
 @dataclass(frozen=True)
 class ClippingRow:
-    """The way of one parameter, with its cost."""
+    """How one parameter is clipped (`way`), with the bytes stored and the extra time."""
 
     parameter: str
     way: Way
     tokens: int
     shape: tuple[int, ...]
     held: int
-    """Bytes stored until the clip factors are known."""
+    """Bytes stored for the parameter until the clip factors are known."""
     seconds: float
-    """Time beyond an ordinary step."""
+    """Predicted time beyond an ordinary step, in seconds."""
 
     def cells(self) -> tuple[str, ...]:
-        """The text of its line in the plan's table."""
+        """Texts of the parameter's line in the plan's table."""
         shape = "×".join(map(str, self.shape))
         time = f"{self.seconds * 1e3:.3f} ms"
         return self.parameter, shape, str(self.tokens), self.way, format_bytes(self.held), time
 
 
 def ways(share: Share, machine: Machine, algorithm: NormAlgorithm, storage: str) -> list[ClippingRow]:
-    """The ways that a parameter can be handled, fastest first.
+    """The possible ways to compute a parameter's norms and clipped sum, fastest first.
 
     Args:
         share: the parameter's shapes.
@@ -149,7 +153,7 @@ def ways(share: Share, machine: Machine, algorithm: NormAlgorithm, storage: str)
 
 @dataclass(frozen=True)
 class ClippingPlan:
-    """The way of every parameter in a step of one shape; `str()` is the table.
+    """How every parameter's norms and clipped sum are computed in a step of given shapes; `str()` is a table.
 
     ```python
     loss.backward()  # of a model that `engine.make_private` returned
@@ -159,23 +163,23 @@ class ClippingPlan:
 
     rows: tuple[ClippingRow, ...]
     budget: int | None
-    """Bytes that may be stored; None: no limit."""
+    """Bytes that a backward may store; None: no limit."""
     two_pass: bool
-    """True if not even the leanest ways fit: norms first, then a second backward, and nothing is stored."""
+    """True if nothing may be stored (asked for, or over budget): one backward for the norms, a second for the sums."""
     proof: str = ""
-    """A line on how the attribution of rows to samples was proven."""
+    """One line of text on how the attribution of rows to samples was proven; may be empty."""
 
     @property
     def held(self) -> int:
-        """Bytes stored when the clip factors become known."""
+        """Total bytes stored when the clip factors become known; 0 with two passes."""
         return 0 if self.two_pass else sum(row.held for row in self.rows)
 
     def __getitem__(self, parameter: str) -> ClippingRow:
-        """The row of a parameter."""
+        """The row of the parameter of this name; KeyError if it has none."""
         return self._by_name[parameter]
 
     def get(self, parameter: str) -> ClippingRow | None:
-        """The row of a parameter, if it has one."""
+        """The row of the parameter of this name; None if it has none."""
         return self._by_name.get(parameter)
 
     @cached_property
@@ -183,7 +187,7 @@ class ClippingPlan:
         return {row.parameter: row for row in self.rows}
 
     def __str__(self) -> str:
-        """One line per parameter, and the sums."""
+        """The plan as a table: one line per parameter, and the totals."""
         seconds = sum(row.seconds for row in self.rows)
         mode = "two passes, nothing held" if self.two_pass else f"held {format_bytes(self.held)}"
         total = ("total", "", "", mode, f"budget {Budget(self.budget)}", f"{seconds * 1e3:.3f} ms")
@@ -198,7 +202,7 @@ def plan_clipping(
     algorithm: NormAlgorithm = "auto",
     storage: str = "auto",
 ) -> ClippingPlan:
-    """Choose the fastest ways that together fit into the budget.
+    """Choose for each parameter the fastest way such that all together fit into the budget; two passes if none do.
 
     Args:
         shares: every trained parameter.
@@ -226,9 +230,10 @@ def plan_clipping(
 
 
 def default_budget(shares: Iterable[Share]) -> int:
-    """Bytes of every layer's inputs and output gradients, which replace the step's activations, and of one set of weights.
+    """Default memory budget in bytes: every layer's inputs and output gradients, and one set of weights.
 
-    Per-sample gradients that have to be formed (layers without a formula, biases) are counted in addition.
+    These replace the step's activations. Per-sample gradients that have to be formed (layers without a formula, biases) are
+    counted in addition.
     """
     written = {"other", "sum"}
     return sum(

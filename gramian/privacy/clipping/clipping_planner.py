@@ -1,7 +1,8 @@
-"""Plan a backward from the shapes of its forward: how each parameter's norms and sum will be formed.
+"""Plan a backward from the shapes of its forward: how each parameter's norms and clipped sum will be computed.
 
-Every tapped layer reports its inputs and output as it runs. Its site is then asked, on meta tensors, which per-sample gradients
-it will bring, and `plan_clipping` chooses by their shapes. A forward of the same shapes is planned once.
+Every tapped layer reports its inputs and output as it runs. Its site is then asked, on meta tensors, which per-sample
+gradients
+it will have, and `plan_clipping` chooses by their shapes. A forward of the same shapes is planned once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,12 +33,12 @@ REMEMBERED = 16
 
 
 class ClippingPlanner:
-    """The shapes of the forwards under way, and the plans made from them."""
+    """Collects the shapes of forwards as they run, and makes and caches a clipping plan for each set of shapes."""
 
     def __init__(
         self, trained: Mapping[str, nn.Parameter], storage: Storage, algorithm: NormAlgorithm, budget: int | None
     ) -> None:
-        """Plan for the trained parameters; a budget of None bytes allows as much as the step's own activations take."""
+        """Plan for the parameters in `trained`; a `budget` of None allows as many bytes as the step's own activations take."""
         self._trained, self._storage, self._algorithm, self._budget = trained, storage, algorithm, budget
         self._plans: dict[Any, ClippingPlan] = {}
         self._uses: dict[int, list[Any]] = {}
@@ -45,28 +46,28 @@ class ClippingPlanner:
         self._number, self._batch = -1, 0
 
     def begin(self, number: int, batch: int) -> None:
-        """Begin to collect the shapes of a forward."""
+        """Begin to collect the shapes of the forward of this number and batch size."""
         self._number, self._batch = number, batch
         self._uses = {n: uses for n, uses in self._uses.items() if n > number - REMEMBERED}
         self._uses[number] = []
 
     def see(self, tap: Any, inputs: list[Tensor], output: Any) -> None:
-        """Note the shapes of one use of a layer."""
+        """Record the shapes of the inputs and the output of one call of a layer in the present forward."""
         made = (tuple(output.shape), output.dtype) if isinstance(output, Tensor) else None
         self._uses.setdefault(self._number, []).append((tap, tuple((tuple(t.shape), t.dtype) for t in inputs), made))
 
     def newest(self) -> ClippingPlan | None:
-        """The plan for the last forward; None where its shapes are not known (compiled)."""
+        """The plan for the last forward; None if its shapes are not known (compiled)."""
         return self._planned(self._number, self._batch)
 
     def take(self, number: int, batch: int) -> ClippingPlan | None:
-        """The plan for a forward whose backward begins; its shapes are forgotten."""
+        """The plan for the forward of this number, whose backward begins; its shapes are dropped. None if not known."""
         plan = self._planned(number, batch)
         self._uses.pop(number, None)
         return plan
 
     def choose(self, share: Share, saved_bytes: int | None) -> ClippingRow:
-        """Choose how an unplanned parameter is handled, with so many bytes saved already; None: only its norms are wanted.
+        """Choose how a parameter without a plan is handled, after `saved_bytes` were stored; None: only norms are needed.
 
         Raises:
             GramianError: if nothing fits into what is left of the budget.
@@ -136,7 +137,7 @@ class ClippingPlanner:
 
 
 def share_of(name: str, gradient: PerSampleGradient) -> Share:
-    """Describe a per-sample gradient to the planner: its form, shapes and bytes."""
+    """Describe a per-sample gradient to the planner, as a `Share`: its form, shapes and bytes."""
     tensors = gradient.tensors()
     itemsize = gradient.dtype.itemsize
     held = sum(t.nbytes for t in tensors)
@@ -152,7 +153,7 @@ def share_of(name: str, gradient: PerSampleGradient) -> Share:
 
 
 def _joined(one: Share, other: Share) -> Share:
-    """The share of a parameter that is used twice."""
+    """The share of a parameter that is used twice, from those of both uses."""
     same = one.form == other.form
     if same and one.form == "outer":
         return replace(

@@ -1,13 +1,16 @@
 """Exact per-sample clipping as a gradient rule: Σ_i min(1, C/‖g_i‖) g_i from one ordinary backward.
 
-Legend: B samples, C the clip norm, c the clip factors, "carried" what the backward brings: a sample's gradient divided by B for
-a mean loss, times the loss scale.
+B samples, C the clip norm, c the clip factors. A "carried" gradient is what the backward brings: a sample's gradient divided
+by
+B for a mean loss, times the loss scale.
 
-Taps run every layer on detached weights, so autograd forms no weight gradient at all. Each parameter's records bring its norm
-as the backward passes it (`sample_norms`); what its weighted sum needs later (input and output gradient, or the per-sample
-gradients themselves) is saved. At the end of the backward all norms are known, and the clipped sums are formed parameter by
-parameter (`weighted_sums`), each freeing what it saved. With two passes nothing is saved: the first backward brings norms
-alone, the second forms the sums on its way.
+Taps run every layer on detached weights, so autograd forms no weight gradient at all. Each parameter's records bring its
+norm
+as the backward passes it (`sample_norms`); the tensors that its weighted sum needs later (input and output gradient, or the
+per-sample gradients themselves) are saved. At the end of the backward all norms are known, and the clipped sums are formed
+parameter by parameter (`weighted_sums`), each freeing its saved tensors. With two passes nothing is saved: the first
+backward
+brings norms alone, the second forms the sums as it runs.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +36,7 @@ from gramian.taps.records import LayerRecord, ParameterRecord, PassInfo
 
 
 class Clipping:
-    """The gradient rule of private training, and the listener that carries it out."""
+    """The gradient rule of private training: as a listener it computes norms and clipped sums from the taps' records."""
 
     withholds = True
     per_sample = True
@@ -58,35 +61,35 @@ class Clipping:
         """
         self.proof = proof
         self.proof_is_due: Callable[[], bool] = lambda: False
-        """Asked before every forward whether one run of the proof is to be repeated."""
+        """Function called before every forward: True if the row proof is to be repeated on this batch."""
         self.proof_failed: Callable[[], None] = lambda: None
-        """Called when a repeated run failed."""
+        """Function called when a repeated row proof failed."""
         self._hub, self._trained, self._receiver = hub, dict(trained), receiver
         self._options, self._tuning, self._stopwatch = options, tuning, stopwatch
         self.again = False
-        """True in the first of two backwards."""
+        """True in the FIRST of two backwards through one forward, which computes norms only; False otherwise."""
         self._allows_two_passes = False
         self.last: ClippedBatch | None = None
         self._guessed_right = True
-        """False after a backward with a doubtful sample: the next one begins no sum that it may have to throw away."""
+        """False after a backward with an inaccurate norm: the next one starts no sum before its factors are confirmed."""
         self.on_begin: Callable[[int], None] = lambda rows: None
-        """Called with the rows of a backward before anything is summed; may refuse."""
+        """Called with the number of rows of a backward before anything is summed; may raise."""
         self.on_done: Callable[[], None] = lambda: None
-        """Called when a backward was carried out."""
+        """Called when the clipped sums of a backward were all passed on."""
         self.on_watch: Callable[[str, Tensor], None] = lambda name, tensor: None
-        """Called with every tensor that stands for a parameter in a forward."""
+        """Called with (name, tensor) for every tensor that a forward uses for a parameter."""
         self.plan: ClippingPlan | None = None
         adaptive = tuning.adaptive or options.norm_algorithm != "auto"
         algorithm = options.norm_algorithm if adaptive else "direct"
         self.planner = ClippingPlanner(self._trained, options.clipping, algorithm, options.budget)
         self._works: dict[int, ClippingWork] = {}
         self._placeholders: set[int] = set()
-        """Numbers of the passes without samples, which run on a row of zeros."""
+        """Numbers of the passes whose batch has no samples, and which run on a row of zeros."""
         self._leaf = torch.autograd.graph.get_gradient_edge(hub.probe).node
-        """Runs in every `backward()`, and in none of `torch.autograd.grad`."""
+        """Autograd node of the probe: it runs in every `backward()`, and never in `torch.autograd.grad`."""
 
     def backward(self, loss: Tensor) -> None:
-        """Run `loss.backward()`, twice where the plan says that nothing may be saved."""
+        """Run `loss.backward()`; as two backwards if the plan says that nothing may be saved."""
         plan = self.planner.newest()
         self._allows_two_passes = True
         try:
@@ -105,16 +108,16 @@ class Clipping:
             self._allows_two_passes = False
 
     def recover(self) -> None:
-        """Do nothing: a backward that broke off has written nothing (`failed_pass`)."""
+        """Do nothing: a backward that broke off has written no gradient (see `failed_pass`)."""
 
     # ---- listening -------------------------------------------------------------------------------------------------
 
     def foresee(self, tap: Any, kept: list[Tensor], output: Any) -> None:
-        """Note the shapes of one use of a layer."""
+        """Record the shapes of the inputs and the output of one call of a layer, for the plan."""
         self.planner.see(tap, kept, output)
 
     def pass_info(self, number: int, batch: int) -> PassInfo:
-        """Describe how the carried gradients of a pass are read."""
+        """Begin pass `number` of `batch` rows; returns the loss reduction and scale by which its gradients are read."""
         reduction = self._options.loss_reduction
         factor = {"mean": float(batch), "sum": 1.0}[reduction] if isinstance(reduction, str) else 1.0 / reduction
         self.planner.begin(number, batch)
@@ -123,10 +126,10 @@ class Clipping:
         return PassInfo(number, batch, None, None, None, factor, self._options.loss_scale)
 
     def layer(self, record: LayerRecord) -> None:
-        """Do nothing: clipping works on parameters."""
+        """Do nothing with the record of a layer: clipping works on parameter records."""
 
     def watch(self, parameter: str, tensor: Tensor) -> None:
-        """Check the tensor that stands for a parameter in this forward: a `GramianError` if it is not the optimizer's."""
+        """Raise a `GramianError` if a forward uses another tensor for a parameter than the optimizer's; FSDP2's are allowed."""
         known = self._trained.get(parameter)
         if known is not None and tensor is not known and not isinstance(known, DTensor):
             raise GramianError(
@@ -136,18 +139,18 @@ class Clipping:
         self.on_watch(parameter, tensor)
 
     def proof_stays_open(self) -> None:
-        """Refuse a batch that proves nothing: nothing may be released of it."""
+        """Raise a `GramianError` for a batch of equal samples, on which the row proof shows nothing."""
         raise GramianError(
             "batch: all its samples are equal, so that it cannot be shown whose row is which; expected samples that differ, or "
             'proof="off"'
         )
 
     def failed_pass(self, info: PassInfo) -> None:
-        """Forget a backward that broke off: nothing of it was written."""
+        """Drop the state of a backward that broke off: no gradient of it was written."""
         self._works.pop(info.number, None)
 
     def parameter(self, record: ParameterRecord) -> None:
-        """Add the norm of one parameter, all uses joined, and save what its sum needs."""
+        """Add one parameter's per-sample squared norms, all uses joined, and save the tensors that its clipped sum needs."""
         work = self._open(record.info)
         if work.ignored or work.placeholder or record.parameter not in self._trained or not record.info.batch:
             return
@@ -166,7 +169,7 @@ class Clipping:
             work.saved_bytes += row.held
 
     def _open(self, info: PassInfo) -> ClippingWork:
-        """The work of a pass, begun when its backward reaches the first layer."""
+        """The `ClippingWork` of a pass, created when its backward reaches the first layer."""
         work = self._works.get(info.number)
         if work is not None:
             return work
@@ -211,7 +214,7 @@ class Clipping:
         )
 
     def _row(self, work: ClippingWork, record: ParameterRecord) -> ClippingRow:
-        """How this parameter is handled: as planned, if the plan was made for these shapes."""
+        """How this parameter is clipped: as planned if the plan has its number of tokens, else chosen now."""
         row = None if work.plan is None else work.plan.get(record.parameter)
         if row is None or row.tokens != record.gradient.tokens:
             share = share_of(record.parameter, record.gradient)
@@ -220,7 +223,7 @@ class Clipping:
         return row
 
     def end_of_pass(self, info: PassInfo) -> None:
-        """Clip and sum at the end of a backward; after the first of two, store the factors alone."""
+        """Compute the clipped sums at the end of a backward and pass them on; after the first of two, only the factors."""
         work = self._open(info)
         if work.ignored:
             del self._works[info.number]
@@ -243,7 +246,7 @@ class Clipping:
                 self._pass_on(lambda name: totals[name])
 
     def _find_factors(self, work: ClippingWork) -> None:
-        """Set the clip factors, and let the device begin with sums while the host waits for whether they are right."""
+        """Compute the clip factors; the device starts on sums while the host waits for the check of their accuracy."""
         ahead: list[str] = []
         with self._stopwatch.time("factors", cuda=self._cuda):
             self.last, sure_B, flags = guess_factors(work)

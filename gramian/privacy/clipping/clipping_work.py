@@ -15,20 +15,20 @@ from gramian.taps.records import PassInfo
 
 
 class SumReceiver(Protocol):
-    """Takes the clipped sums of a backward, parameter by parameter."""
+    """Receives the clipped sums of a backward, parameter by parameter."""
 
     def receive(self, name: str, total: Tensor | None) -> None:
-        """Take a parameter's sum; None if it has none."""
+        """Take the clipped sum of the parameter `name`; None if it got no gradient."""
 
     def settle(self) -> None:
-        """All sums of this backward were received."""
+        """Called when all clipped sums of a backward were received."""
 
 
 @dataclass
 class DoubtfulNorms:
-    """Squared norms of layers that were computed in one go, and the samples in which tokens cancel.
+    """Squared norms [B] of layers computed together, and a mask of samples whose tokens cancel (doubtful).
 
-    In those samples a norm, or a sum, may have lost its digits. Whether there are any is read once for all layers.
+    The norm, or sum, of a doubtful sample may have lost its digits. Whether there are any is read once for all layers.
     """
 
     outers: Mapping[str, Outer]
@@ -38,18 +38,18 @@ class DoubtfulNorms:
 
 @dataclass
 class SavedForClipping:
-    """The per-sample gradient from which one parameter's weighted sum will be formed."""
+    """A parameter's per-sample gradient, saved for its clipped sum, with the version counters of its tensors."""
 
     gradient: PerSampleGradient
     versions: tuple[int, ...]
 
     @classmethod
     def of(cls, gradient: PerSampleGradient) -> "SavedForClipping":
-        """Save a gradient with the versions of its tensors: a later write into them would spoil the sum."""
+        """Save a gradient with the version counters of its tensors, which show a later write into them."""
         return cls(gradient, tuple(t._version for t in gradient.tensors()))
 
     def check(self, parameter: str) -> None:
-        """Raise a `GramianError` that names the parameter if one of the tensors was written to."""
+        """Raise a `GramianError` that names the parameter if one of the gradient's tensors was written to."""
         if self.versions != tuple(t._version for t in self.gradient.tensors()):
             raise GramianError(
                 f"{parameter}: its layer's input or output gradient was changed in place during the backward; "
@@ -59,7 +59,7 @@ class SavedForClipping:
 
 @dataclass
 class ClippingWork:
-    """One backward that is being clipped."""
+    """The state of one backward that is being clipped: norms so far, saved gradients, clip factors, sums."""
 
     info: PassInfo
     plan: ClippingPlan | None
@@ -67,47 +67,49 @@ class ClippingWork:
     max_grad_norm: float
     stopwatch: Stopwatch
     norms_only: bool
-    """True in the first of two backwards, which brings norms and saves nothing."""
+    """True in the first of two backwards, which computes norms and saves nothing."""
     ignored: bool
-    """True if this is not `backward()` but `torch.autograd.grad` of something else: parameters get nothing then."""
+    """True if `torch.autograd.grad` runs, not `backward()`: no parameter gets a gradient, and nothing is clipped."""
     placeholder: bool
-    """True if the batch has no samples: what arrives belongs to a row of zeros in their place."""
+    """True if the batch has no samples: the gradients belong to a row of zeros in their place."""
     start_time: Any
-    """When the backward reached the first layer."""
+    """Time at which the backward reached the first layer; None if the stopwatch is off."""
     rows: dict[str, ClippingRow] = field(default_factory=dict)
-    """How each parameter is handled."""
+    """{parameter: its way of clipping, with its cost}."""
     slack: float = 0.0
     squares_B: Tensor | None = None
-    """Σ over the parameters so far of the squared norms."""
+    """Sum over the parameters so far of each sample's squared gradient norm: [B]."""
     gram_group: dict[str, Outer] = field(default_factory=dict)
-    """Layers that share a side, whose Gram matrices will be multiplied in one go."""
+    """Layers with the same input or output gradient, whose Gram matrices will be multiplied together."""
     doubtful: list[DoubtfulNorms] = field(default_factory=list)
     recomputed: dict[str, tuple[Tensor, ExplicitGradient | None]] = field(default_factory=dict)
-    """{parameter: (doubtful samples, their gradients in a wide dtype)}; None: to be computed again in the second pass."""
+    """{parameter: (indices of doubtful samples, whose norms lost digits; their gradients in float32 or float64)}; None in place
+    of
+    the gradients: to be computed again in the second pass."""
     saved: dict[str, SavedForClipping] = field(default_factory=dict)
     saved_bytes: int = 0
     small_gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Per-sample gradients [B, n] of biases and norms: small and many, so they are handled all at once."""
+    """Per-sample gradients [B, n] of biases and norm layers: small and many, so they are clipped together."""
     small_groups: list[tuple[Tensor, list[str]]] = field(default_factory=list)
-    """The same side by side: ([B, N], names)."""
+    """The small gradients concatenated by device and dtype: ([B, N], parameter names)."""
     factors_B: Tensor | None = None
-    """The clip factors c, known before a second pass."""
+    """Clip factors [B]; None until the norms are known. Set before a second pass."""
     finite_runs: list[tuple[int, int]] | None = None
-    """[start, stop) of the runs of samples that take part; None: all do."""
+    """Ranges [start, stop) of samples with a finite gradient, which alone are summed; None: all."""
     weights: dict[torch.device, Tensor] = field(default_factory=dict)
-    """Weights [B] of the carried gradients, on every device that has some."""
+    """Weights [B] (clip factor times the factor of the loss reduction) of the gradients, by device."""
     totals: dict[str, Tensor] = field(default_factory=dict)
-    """Clipped sums that are formed already."""
+    """{parameter: its clipped sum} of the sums that were computed already."""
 
     def add(self, squares_B: Tensor) -> None:
-        """Add one parameter's share of the squared norms."""
+        """Add one parameter's squared per-sample norms [B] to `squares_B`."""
         if self.squares_B is None:
             self.squares_B = squares_B
         else:
             self.squares_B = self.squares_B + squares_B.to(self.squares_B.device)
 
     def time(self, phase: str, name: str, gradient: PerSampleGradient, way: str) -> Any:
-        """Time the norm or the sum of one parameter, with its FLOPs and bytes, where the stopwatch is on."""
+        """Context manager that times the norm or the sum of one parameter, with its FLOPs and bytes, if the stopwatch is on."""
         if not self.stopwatch.on:
             return self.stopwatch.time(phase)
         tensors = gradient.tensors()

@@ -1,8 +1,9 @@
-"""Clipped sums on their way to the optimizer: added to `p.grad`, over pieces and processes, then noised and divided.
+"""Clipped sums between backward and optimizer: added to `p.grad` over micro-batches and processes, then noised and divided.
 
-A sum in half precision would be rounded by about 2⁻⁹ of its length, and one sample of five hundred changes it by no more: the
-noise would not cover what rounding adds. So `p.grad` of a half-precision parameter is the rounded copy of a wide sum in
-float32, and the noise is added to the wide sum.
+A sum in half precision would be rounded by about 2⁻⁹ of its length, and one sample of five hundred changes it by no more:
+the
+noise would not cover what rounding adds. So `p.grad` of a half-precision parameter is the rounded copy of a sum in float32
+(the wide sum), and the noise is added to the wide sum.
 """
 
 from collections import deque
@@ -26,7 +27,7 @@ from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.privacy.noise.element_noise import NoisePlan
 
 IN_FLIGHT = 8
-"""Most reductions that are under way at once."""
+"""Largest number of reductions over processes that run at once."""
 CHANGED_GRADIENT = (
     "{}: its .grad was changed between backward and step, where it is not private yet; the step was refused and its sums "
     "dropped; expected .grad as the backward left it, or zero_grad() (a hook before the optimizer's step may write)"
@@ -39,7 +40,7 @@ CHANGED_WEIGHTS = (
 
 
 class GradientSums:
-    """Collects the clipped sums of a step and releases them. `p.grad` has the parameter's dtype; releases use wide sums."""
+    """Collects the clipped sums of a step in `p.grad`, and releases them: adds noise and divides by the expected batch."""
 
     def __init__(
         self,
@@ -49,25 +50,25 @@ class GradientSums:
         stopwatch: Stopwatch,
         loss_scale: "float | torch.amp.GradScaler" = 1.0,
     ) -> None:
-        """Begin without sums; `overlap` reduces one parameter's sum while the next is formed."""
+        """Begin without sums; `overlap`: one parameter's sum is reduced over processes while the next is computed."""
         self.trained, self._parallel, self._overlap, self._stopwatch = dict(trained), parallel, overlap, stopwatch
         self.moved: dict[str, Tensor] = {}
-        """Sums of earlier pieces of this draw: this process's part, wide and without the loss scale."""
+        """Sums of earlier micro-batches of this draw: this process's part, in float32 or float64, without the loss scale."""
         self._wide_sums: dict[str, Tensor] = {}
-        """{parameter: the wide sum of which `p.grad` is the rounded copy; this process's part}."""
+        """{half-precision parameter: float32 sum of which `p.grad` is the rounded copy; this process's part}."""
         self._versions = WeakTensorKeyDictionary()
-        """{p.grad of a parameter with a wide sum: its version after the last backward}."""
+        """{`p.grad` of a parameter in `_wide_sums`: its version counter after the last backward}."""
         self.watch = ChangeDetector(trained)
-        """Detects changes of gradients and weights since that backward."""
+        """Detects changes of gradients and weights between the last backward and the step."""
         self._changed: Callable[[], list[Any]] = lambda: []
-        """Reads which weights had other values at the beginning of a backward than at the end of the last one."""
+        """Function that reads which weights changed between the end of the last backward and the beginning of this one."""
         self._loss_scale = loss_scale
         self._arriving: deque[tuple[str, DTensor]] = deque()
 
     # ---- backward --------------------------------------------------------------------------------------------------
 
     def receive(self, name: str, total: Tensor | None) -> None:
-        """Add a parameter's sum to its gradient; under FSDP2 collective, for every parameter in order."""
+        """Add a parameter's clipped sum to `p.grad`; under FSDP2 a collective, called for every parameter in order."""
         p = self.trained[name]
         if not isinstance(p, DTensor):
             if total is not None:
@@ -81,7 +82,7 @@ class GradientSums:
             self._land()
 
     def settle(self) -> None:
-        """End a backward: wait for the reductions under way and take checksums.
+        """End a backward: wait for the reductions under way and take checksums of the gradients.
 
         Raises:
             GramianError: if weights had other values when this backward began than after the last one.
@@ -108,7 +109,9 @@ class GradientSums:
         return None if scale is None else scale.double().reciprocal().float()
 
     def begin(self) -> None:
-        """Begin another backward before the step; values of weights are compared, too, and the result is read at its end.
+        """Begin a backward: check that weights and gradients did not change since the last one before the step.
+
+        Values of weights are compared on the device, and the result is read at the end of the backward.
 
         Raises:
             GramianError: if weights were written to since the last backward.
@@ -123,7 +126,7 @@ class GradientSums:
         self.watch.carry(self._wide_sums)
 
     def _drop_zeroed(self) -> None:
-        """Drop the wide sum of a gradient that the user dropped or zeroed; waits for the device only after a write."""
+        """Drop the float32 sum of a gradient that the user set to None or zeros; waits for the device only after a write."""
         for name in list(self._wide_sums):
             gradient = self.trained[name].grad
             written = gradient is not None and self._versions.get(gradient) != local(gradient)._version
@@ -132,9 +135,10 @@ class GradientSums:
 
     @torch.no_grad()
     def compare(self, scaling: Scaling) -> Callable[[], None]:
-        """Begin to compare gradients and weights with what the backward left, before the step writes into them. Collective.
+        """Start to compare gradients and weights with what the last backward left, before the step changes them. Collective.
 
-        Processes refuse together: what each found is added up. The result is read when the step's own work is queued, so that
+        Processes refuse together: what each found is added up. The result is read when the step's own work is queued, so
+        that
         the device does not wait for the host.
 
         Returns:
@@ -186,7 +190,7 @@ class GradientSums:
         self._wide_sums[name] = part
 
     def _wide(self, name: str, scaling: Scaling) -> Tensor:
-        """This process's part of `p.grad` as a wide tensor of its own, without the scale that the engine removes."""
+        """This process's part of `p.grad` as a new float32 or float64 tensor, without the scale that the engine removes."""
         p = self.trained[name]
         assert p.grad is not None
         part, wide_sum = local(p.grad), self._wide_sums.pop(name, None)
@@ -199,7 +203,7 @@ class GradientSums:
     # ---- step ------------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Drop sums that no step has released."""
+        """Drop all sums that no step has released: `p.grad` becomes None."""
         self._changed = lambda: []
         self.watch.clear()
         self.moved.clear()
@@ -208,7 +212,7 @@ class GradientSums:
             p.grad = None
 
     def move(self, scaling: Scaling) -> None:
-        """Move the gradients of a piece out of `p.grad`, so that the optimizer sees none and zero_grad() loses none."""
+        """Add the gradients of a micro-batch to `moved` and set `p.grad` to None, so that the optimizer sees none."""
         self.watch.clear()
         for name, p in self.trained.items():
             if p.grad is not None:
@@ -221,7 +225,7 @@ class GradientSums:
                 p.grad = None
 
     def release(self, noise: NoisePlan, number: int, std: float, expected_batch: float, scaling: Scaling) -> None:
-        """Set p.grad = (Σ over pieces and processes + std · noise of this release number) / expected batch. Collective."""
+        """Set p.grad = (sum over micro-batches and processes + std · noise of this release) / expected batch. Collective."""
         noise_std: float | Tensor = std if scaling.inside is None else std * scaling.inside
         first = local(next(iter(self.trained.values())).detach())
         if first.is_cuda and not isinstance(noise_std, Tensor):
@@ -254,7 +258,7 @@ class GradientSums:
         self.watch.clear()  # `p.grad` has its noise now, and may be written to
 
     def _sum_of_pieces(self, name: str, scaling: Scaling) -> Tensor:
-        """This process's sum over the pieces of the draw, wide where anything is still to be added or rounded."""
+        """This process's sum over the micro-batches of the draw; in float32 or float64 if anything is still added to it."""
         p = self.trained[name]
         moved = self.moved.pop(name, None)
         if moved is not None and scaling.inside is not None:
@@ -272,5 +276,5 @@ class GradientSums:
 
 
 def _laid_out(t: Tensor, like: Tensor) -> Tensor:
-    """A tensor in the memory layout of another: fused optimizers read memory, not strides."""
+    """`t` in the memory layout of `like`, copied if needed: fused optimizers read memory, not strides."""
     return t if t.stride() == like.stride() else torch.empty_like(like, dtype=t.dtype).copy_(t)

@@ -1,4 +1,4 @@
-"""The factor that a loss scale leaves in the gradients of a step, and who removes it."""
+"""The factor that a loss scale leaves in the gradients of a step, and whether optimizer, engine or GradScaler removes it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,18 +12,18 @@ from gramian.core.errors import GramianError
 
 @dataclass(frozen=True)
 class Scaling:
-    """What the gradients of a step are multiplied by."""
+    """Factors of a loss scale in the gradients of a step, by who removes them: optimizer, engine or GradScaler."""
 
     inside: Any = None
-    """A scale that the optimizer removes inside its step: gradients stay multiplied by it. None: no such scale."""
+    """Scale that the optimizer removes inside its step, so that gradients stay multiplied by it; None: no such scale."""
     left: float = 1.0
-    """A scale that the engine removes."""
+    """Scale that is still in the gradients and that the engine divides by."""
     undone: float = 1.0
-    """A scale that a GradScaler has divided `p.grad` by already."""
+    """Scale by which a GradScaler has already divided `p.grad`."""
 
 
 def scaling_at(optimizer: Optimizer, loss_scale: "float | torch.amp.GradScaler") -> Scaling:
-    """The scaling of `p.grad` as a step begins; a `GramianError` if a scaler should have unscaled the gradients and has not."""
+    """Scale factors in `p.grad` as a step begins; a `GramianError` if a GradScaler should have unscaled it and has not."""
     inside = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales inside its step
     if not isinstance(loss_scale, torch.amp.GradScaler):
         if inside is not None:

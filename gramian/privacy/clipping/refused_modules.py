@@ -11,7 +11,7 @@ from gramian.taps.sites import Site, site_for
 
 
 def layers_with_sites(root: nn.Module) -> list[tuple[str, nn.Module, Site]]:
-    """Every layer that has a site, trained or frozen, under the user's name."""
+    """(user's name, module, site) of every layer that has a site, trained or frozen."""
     return [(name, module, site) for name, module in named_modules(root) if (site := site_for(module)) is not None]
 
 

@@ -22,11 +22,11 @@ from gramian.taps.gradients.outer import direct_of, gram_of, same_tensor
 from gramian.taps.records import ParameterRecord
 
 LARGEST_GRAM_GROUP = 4
-"""Most layers that share an input and whose Gram matrices are multiplied in one go."""
+"""Largest number of layers with a common input whose Gram matrices are multiplied together."""
 
 
 def add_norms(work: ClippingWork, record: ParameterRecord, row: ClippingRow) -> PerSampleGradient:
-    """Add a parameter's squared norms and return the gradient that its sum will be formed from."""
+    """Add a parameter's squared per-sample norms to `work`; returns the gradient from which its clipped sum will be formed."""
     gradient = record.gradient
     if row.way == "keep" and not work.norms_only:
         explicit = ExplicitGradient(_per_sample_in_own_dtype(gradient), gradient.dtype)
@@ -45,14 +45,14 @@ def add_norms(work: ClippingWork, record: ParameterRecord, row: ClippingRow) -> 
 
 
 def _per_sample_in_own_dtype(gradient: PerSampleGradient) -> Tensor:
-    """[B, *shape] in the narrowest dtype that took part."""
+    """Per-sample gradients [B, *shape] in the narrowest dtype that they were computed from."""
     if isinstance(gradient, Outer) and gradient.left_BTM.dtype == gradient.right_BTN.dtype:
         return torch.bmm(gradient.left_BTM.mT, gradient.right_BTN)  # accumulated wide, rounded once
     return gradient.per_sample().to(gradient.dtype)
 
 
 def _join_gram_group(work: ClippingWork, name: str, gradient: Outer, at_once: bool) -> None:
-    """Wait for layers that share a side with this one (q/k/v, gate/up): they arrive one after the other."""
+    """Add a layer to the group whose norms are computed together, if it shares an input or output gradient (q/k/v, gate/up)."""
     group = work.gram_group
     if group and (len(group) == LARGEST_GRAM_GROUP or not _share_a_side([*group.values(), gradient])):
         flush_gram_group(work)
@@ -69,7 +69,7 @@ def _share_a_side(outers: Sequence[Outer]) -> bool:
 
 
 def flush_gram_group(work: ClippingWork) -> None:
-    """Compute the norms of the layers that wait for each other."""
+    """Compute the norms of the layers in `work.gram_group`, and empty it."""
     if work.gram_group:
         outers, work.gram_group = work.gram_group, {}
         _add_doubtful(work, outers, *gram_of([*outers.values()]))
@@ -85,7 +85,7 @@ def _add_doubtful(work: ClippingWork, outers: Mapping[str, Outer], squares_B: Te
 
 
 def _recompute(work: ClippingWork, norms: DoubtfulNorms, doubtful: bool) -> None:
-    """Form the gradients of doubtful samples in a wide dtype: their norms are then exactly those of the summed gradients."""
+    """Form the gradients of samples whose norms lost digits (doubtful) in float32 or float64; sets exact squared norms."""
     if not doubtful:
         return
     chosen, squares_K = norms.doubtful_B.nonzero()[:, 0], []
@@ -97,10 +97,10 @@ def _recompute(work: ClippingWork, norms: DoubtfulNorms, doubtful: bool) -> None
 
 
 def guess_factors(work: ClippingWork) -> tuple[ClippedBatch, Tensor, Callable[[], list[bool]]]:
-    """Set c as if no sample were doubtful and all were finite, without waiting for the device.
+    """Set the clip factors as if no norm were doubtful (digits lost) and all were finite; does not wait for the device.
 
     Returns:
-        The clipped batch, the squared norms [B] without those that may be doubtful, and what reads the flags for
+        The clipped batch, the squared norms [B] without those that may be doubtful, and a function that reads the flags for
         `confirm_factors`.
     """
     flush_gram_group(work)
@@ -116,7 +116,10 @@ def guess_factors(work: ClippingWork) -> tuple[ClippedBatch, Tensor, Callable[[]
 
 
 def confirm_factors(work: ClippingWork, sure_B: Tensor, flags: Sequence[bool]) -> ClippedBatch | None:
-    """None if the guess was right; else recompute doubtful samples, leave out those that are not finite, and set c again."""
+    """Check guessed clip factors by `flags`; None if they are right, else the corrected batch.
+
+    Doubtful samples are computed again, those that are not finite are left out, and the factors are set anew.
+    """
     if not any(flags):
         return None
     work.totals.clear()
@@ -134,7 +137,7 @@ def confirm_factors(work: ClippingWork, sure_B: Tensor, flags: Sequence[bool]) -
 
 
 def set_factors(work: ClippingWork) -> ClippedBatch:
-    """Set c [B] from the squared norms; 0 for a sample that is not finite."""
+    """Set the clip factors [B] of `work` from its squared norms; 0 for a sample whose norm is not finite."""
     assert work.squares_B is not None
     squares_B = work.squares_B
     norms_B = squares_B.clamp(min=0).sqrt() * work.info.scale
@@ -144,7 +147,7 @@ def set_factors(work: ClippingWork) -> ClippedBatch:
 
 
 def _group_small_gradients(work: ClippingWork) -> list[tuple[Tensor, list[str]]]:
-    """The small per-sample gradients side by side, [B, N], for each device and dtype of the parameters."""
+    """Small per-sample gradients concatenated: ([B, N], names) for each device and dtype."""
     groups: dict[Any, list[str]] = {}
     for name, gradient_BN in work.small_gradients.items():
         key = (gradient_BN.device, gradient_BN.dtype, work.trained[name].dtype)
@@ -153,7 +156,7 @@ def _group_small_gradients(work: ClippingWork) -> list[tuple[Tensor, list[str]]]
 
 
 def _flags(work: ClippingWork, squares_B: Tensor) -> Callable[[], list[bool]]:
-    """Reads whether each group of norms has a doubtful sample, and at the end whether anything is not finite."""
+    """Function that reads, per group of norms, whether a sample lost digits, and, last, whether any norm is not finite."""
     device = squares_B.device
     squares_KB = torch.stack([squares_B, *(norms.squares_B.to(squares_B) for norms in work.doubtful)])
     finite = squares_KB.isfinite().all()[None]
@@ -162,7 +165,7 @@ def _flags(work: ClippingWork, squares_B: Tensor) -> Callable[[], list[bool]]:
 
 
 def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
-    """[start, stop) of every run of True."""
+    """Ranges [start, stop) of every run of True in `flags`."""
     runs, start = [], None
     for i, flag in enumerate([*flags, False]):
         if flag and start is None:

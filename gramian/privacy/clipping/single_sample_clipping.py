@@ -1,4 +1,4 @@
-"""Clipping of batches of one sample: the ordinary gradient is that sample's, so it is clipped in one piece.
+"""Clipping of batches of one sample: the ordinary gradient is that sample's, so it is clipped as a whole.
 
 `Clipping` needs a tap on every layer and one use of each weight through its own module. A batch of one sample needs neither:
 autograd's own gradient is the sample's whatever the architecture, so `max_physical_batch=1` trains models that taps refuse
@@ -6,7 +6,8 @@ autograd's own gradient is the sample's whatever the architecture, so `max_physi
 the parameters alone. Both rules share the clip factor (`clip_factors`) and the receiver of the sums.
 
 A backward belongs to one forward: behind every output of the root stands an identity, `Gate`, whose backward reports which
-forward was reached. It must be exactly one. What autograd adds to `p.grad` is removed at once, so that a gradient that is not
+forward was reached. It must be exactly one. What autograd adds to `p.grad` is removed at once, so that a gradient that is
+not
 clipped outlives no backward, not even one that breaks off.
 """
 
@@ -43,25 +44,25 @@ class RootHook:
     """Calls a `SingleSampleClipping` on every forward of the root; the hook of a copied or pickled module does nothing."""
 
     def __init__(self, owner: "SingleSampleClipping | None") -> None:
-        """Store a weak reference to the rule."""
+        """Store a weak reference to the `SingleSampleClipping` to call; None: the hook does nothing."""
         self._owner: Any = (lambda: None) if owner is None else weakref.ref(owner)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Begin a forward; a batch without rows gets a row of zeros."""
+        """Forward pre-hook: begin a forward; an empty batch gets a row of zeros."""
         owner = self._owner()
         return None if owner is None else owner.enter_root(module, args, kwargs)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Put a gate behind every output."""
+        """Forward hook: put a `Gate` behind every output."""
         owner = self._owner()
         return None if owner is None else owner.leave_root(module, output)
 
     def __deepcopy__(self, memo: Any) -> "RootHook":
-        """Return a hook that does nothing."""
+        """The hook of a copied module does nothing."""
         return RootHook(None)
 
     def __reduce__(self) -> Any:
-        """Return a hook that does nothing."""
+        """Pickle as a hook that does nothing."""
         return (RootHook, (None,))
 
 
@@ -77,7 +78,7 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Report, and pass the gradient on unchanged."""
+        """Report which forward the backward reached, and pass the gradient on unchanged."""
         report = torch.ops.gramian.reach if torch.compiler.is_compiling() else _report
         return report(ctx.ticket, ctx.key, *gradients), None, None, *gradients
 
@@ -102,7 +103,7 @@ def _(ticket: Tensor, key: Tensor, gradient: Tensor) -> Tensor:
 
 @torch.library.custom_op("gramian::enter", mutates_args=())
 def _enter(key: Tensor, first: Tensor) -> Tensor:
-    """Begin a forward of a compiled root; the ticket identifies it in the backward."""
+    """Begin a forward of a compiled root; returns its number, a 0-dim tensor, which identifies it in the backward."""
     return torch.tensor(_owners[int(key)].open(first.shape[0]))
 
 
@@ -117,7 +118,7 @@ class SingleSampleClipping:
     def __init__(
         self, root: nn.Module, trained: Mapping[str, nn.Parameter], receiver: SumReceiver, options: PrivacyOptions
     ) -> None:
-        """Put hooks on the root and its parameters; `remove` takes them off."""
+        """Put hooks on the root and its parameters; `receiver` gets the clipped gradients."""
         self._trained, self._receiver = dict(trained), receiver
         self._max_grad_norm, self._loss_scale = options.max_grad_norm, options.loss_scale
         self._factor = 1.0 if isinstance(options.loss_reduction, str) else 1.0 / options.loss_reduction
@@ -130,20 +131,20 @@ class SingleSampleClipping:
         self._numbers = itertools.count(1)
         self._batch = 1
         self._forwards: dict[int, int] = {}
-        """{number of a forward whose backward has not run: its samples}."""
+        """{number of a forward whose backward has not run: its number of samples, 0 or 1}."""
         self._task = -1
-        """Autograd's number of the backward under way; -1: none."""
+        """Autograd's number of the running backward; -1: none runs."""
         self._reached: int | None = None
-        """Number of the forward that this backward reached."""
+        """Number of the forward that the running backward reached; None: none yet."""
         self._gradients: dict[str, Tensor] = {}
         """{parameter: the gradient that this backward has formed so far}."""
         self._earlier: dict[nn.Parameter, Tensor | None] = {}
-        """`p.grad` of earlier backwards, set aside while autograd adds to it."""
+        """{parameter: its `p.grad` from earlier backwards}, set aside while autograd adds to `p.grad`."""
         self.last: ClippedBatch | None = None
         self.plan: ClippingPlan | None = None
-        """None: nothing is planned."""
+        """Always None: a batch of one sample needs no clipping plan."""
         self.on_begin: Callable[[int], None] = lambda rows: None
-        """Called before anything is summed; may refuse."""
+        """Called with the number of samples of a backward before anything is summed; may raise."""
         self.on_done: Callable[[], None] = lambda: None
         self.on_inputs: Callable[[Any], None] = lambda inputs: None
         """Called with the arguments of every forward of the root (eager mode)."""
@@ -161,11 +162,11 @@ class SingleSampleClipping:
                 self._handles.append(p.register_post_accumulate_grad_hook(partial(self._take, names.get(p))))
 
     def backward(self, loss: Tensor) -> None:
-        """Run `loss.backward()`."""
+        """Run `loss.backward()`; its end clips the gradient."""
         loss.backward()
 
     def recover(self) -> None:
-        """Drop what a backward that broke off has left."""
+        """Drop the gradients of a backward that broke off, and put `p.grad` of earlier ones back."""
         if not in_backward():
             self._reset()
 
@@ -177,7 +178,7 @@ class SingleSampleClipping:
         self._gradients.clear()
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove all hooks from the root and its parameters."""
         self.recover()
         for handle in self._handles:
             handle.remove()
@@ -207,7 +208,7 @@ class SingleSampleClipping:
         return None if self._batch else with_a_row((args, kwargs))
 
     def open(self, batch: int) -> int:
-        """Number a forward of so many samples."""
+        """Register a forward of `batch` samples (0 or 1) and return its number."""
         self.recover()
         while len(self._forwards) >= FORWARDS_WITHOUT_BACKWARD:
             del self._forwards[next(iter(self._forwards))]
@@ -216,7 +217,7 @@ class SingleSampleClipping:
         return number
 
     def leave_root(self, module: nn.Module, output: Any) -> Any:
-        """End a forward: put a gate behind each output, and drop the row of zeros of an empty batch."""
+        """End a forward: put a `Gate` behind each output, and cut the row of zeros of an empty batch."""
         if not self._listens(module):
             return None
         return pytree.tree_map(self._gated, output if self._batch else without_a_row(output))
@@ -241,7 +242,7 @@ class SingleSampleClipping:
     # ---- backward --------------------------------------------------------------------------------------------------
 
     def reach(self, number: int) -> None:
-        """Note that the running backward came to the outputs of a forward; a `GramianError` if it is not the only one."""
+        """Record that the running backward reached forward `number`; a `GramianError` if it reached another one before."""
         if not accumulates(self._probe_leaf):
             return  # torch.autograd.grad: parameters get nothing
         task = torch._C._current_graph_task_id()
@@ -266,7 +267,7 @@ class SingleSampleClipping:
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
 
     def _set_aside(self, p: nn.Parameter, name: str | None, leaf: Any, gradient: Tensor | None) -> None:
-        """Before autograd adds to `p.grad`: let it hold this backward's gradient alone."""
+        """Before autograd adds to `p.grad`: set earlier gradients aside, so that it gets this backward's alone."""
         if gradient is None or not accumulates(leaf):
             return  # torch.autograd.grad: `p.grad` gets nothing
         self._begin(torch._C._current_graph_task_id())
@@ -274,14 +275,14 @@ class SingleSampleClipping:
         p.grad = None if name is None else self._gradients.get(name)  # of a reentrant checkpoint the parts add up
 
     def _take(self, name: str | None, p: nn.Parameter) -> None:
-        """After autograd has added: take this backward's gradient and put the earlier one back."""
+        """After autograd has added to `p.grad`: store this backward's gradient and put the earlier one back."""
         if name is not None and p.grad is not None:
             self._gradients[name] = p.grad
         p.grad = self._earlier.pop(p)
 
     @torch.no_grad()
     def _end(self, task: int) -> None:
-        """Clip the gradient at the end of a backward; a `GramianError` if it did not come from one forward."""
+        """Clip the gradient at the end of a backward and pass it on; a `GramianError` if it came from no single forward."""
         gradients, reached, now = dict(self._gradients), self._reached, self._task
         self._reset()
         if reached is None or now != task:

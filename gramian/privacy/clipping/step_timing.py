@@ -14,28 +14,28 @@ from typing import Any
 import torch
 
 ENTRIES = 100_000
-"""Length of the ring buffer: some hundred steps of a large model."""
+"""Number of entries of the ring buffer: some hundred steps of a large model."""
 _NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One timed piece of work."""
+    """Time, FLOPs and bytes of one timed part of a step."""
 
     step: int
     phase: str
-    """"backward", "norm", "clip", "communication", "noise" or "step"."""
+    """"backward", "norm", "factors", "clip", "communication", "noise" or "step"."""
     what: str
-    """The parameter or layer, where there is one."""
+    """Name of the parameter or layer; empty if there is none."""
     way: str
     flops: float
     nbytes: float
     span: Any
-    """(start, end): CUDA events or seconds."""
+    """(start, end) of the work: CUDA events or seconds."""
 
     @property
     def milliseconds(self) -> float:
-        """Its duration; the work must be over."""
+        """Duration of the work in milliseconds; it must be over on the device."""
         start, end = self.span
         if isinstance(start, float):
             return float(end - start) * 1e3
@@ -54,7 +54,7 @@ class Stopwatch:
     """
 
     def __init__(self, on: bool | None = None) -> None:
-        """Switch on or off; None: as GRAMIAN_PROFILE says."""
+        """Switch on or off; None: on if the environment variable GRAMIAN_PROFILE is set and not 0."""
         self.on = os.environ.get("GRAMIAN_PROFILE", "0") not in ("", "0") if on is None else on
         self.step = 0
         self.entries: deque[Entry] = deque(maxlen=ENTRIES)
@@ -62,15 +62,15 @@ class Stopwatch:
     def time(
         self, phase: str, what: str = "", way: str = "", flops: float = 0.0, nbytes: float = 0.0, cuda: bool = False
     ) -> AbstractContextManager[Any]:
-        """Time a block of work."""
+        """Context manager that records the time of a block, with its phase, parameter, way, FLOPs and bytes."""
         return self._timed(phase, what, way, flops, nbytes, cuda) if self.on else _NOTHING
 
     def now(self, cuda: bool) -> Any:
-        """The present moment, for `add`; None while the stopwatch is off."""
+        """The present time (a CUDA event if `cuda`), as a start for `add`; None while the stopwatch is off."""
         return _now(cuda) if self.on else None
 
     def add(self, phase: str, start: Any, cuda: bool) -> None:
-        """Record work that began at `start` and ends now."""
+        """Record an entry for work that began at `start`, a result of `now`, and ends at this call."""
         if self.on and start is not None:
             self.entries.append(Entry(self.step, phase, "", "", 0.0, 0.0, (start, _now(cuda))))
 
@@ -81,7 +81,7 @@ class Stopwatch:
         self.entries.append(Entry(self.step, phase, what, way, flops, nbytes, (start, _now(cuda))))
 
     def report(self) -> list[dict[str, Any]]:
-        """Calls, mean milliseconds, TFLOP/s and bytes for each phase, parameter and way. Waits for the device."""
+        """List of dicts with calls, mean milliseconds, TFLOP/s and bytes by phase, parameter and way. Waits for the device."""
         if any(not isinstance(entry.span[0], float) for entry in self.entries):
             torch.cuda.synchronize()
         sums: dict[tuple[str, str, str], list[float]] = {}

@@ -1,4 +1,4 @@
-"""The parameters that a private step trains, and checks that it can."""
+"""The parameters that a private step trains, and checks that they can be trained privately."""
 
 import warnings
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from gramian.taps.model.user_names import named_parameters
 
 
 def trained_parameters(root: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """The optimizer's trainable parameters under the user's names, in the model's order; a warning if the model has more.
+    """{user's name: parameter} of the optimizer's trainable parameters, in the model's order; warns if the model has more.
 
     Raises:
         GramianError: if there are none, if some are not the model's, if one has a hook, or no shape yet.
@@ -31,7 +31,7 @@ def trained_parameters(root: nn.Module, optimizer: Optimizer) -> dict[str, nn.Pa
 
 
 def _check_hooks(trained: Mapping[str, nn.Parameter]) -> None:
-    """Refuse hooks on a parameter's gradient: no gradient reaches the parameter itself, so they would never run."""
+    """Raise a `GramianError` for a hook on a parameter's gradient: no gradient reaches the parameter, so it would never run."""
     for name, p in trained.items():
         if p._backward_hooks:
             raise GramianError(
@@ -41,7 +41,7 @@ def _check_hooks(trained: Mapping[str, nn.Parameter]) -> None:
 
 
 def _trained(root: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """The optimizer's trainable parameters under the user's names, in the model's order."""
+    """{user's name: parameter} of the optimizer's trainable parameters, in the model's order."""
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found: dict[str, nn.Parameter] = {}
     seen: set[int] = set()

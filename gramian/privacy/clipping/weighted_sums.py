@@ -1,4 +1,4 @@
-"""Clipped sums Σ_i c_i g_i of a backward, parameter by parameter, from what was saved while its norms were taken."""
+"""Clipped sums Σ_i c_i g_i (clip factors c_i) of a backward, by parameter, from the gradients saved with its norms."""
 
 import torch
 from torch import Tensor
@@ -10,12 +10,12 @@ from gramian.taps.records import ParameterRecord
 
 PRODUCTS_AHEAD = 4
 EXPLICIT_SHARE_AHEAD = 0.5
-"""Sums that are begun before it is known whether a sample is doubtful, for the device to work on meanwhile: so many products,
-and those of explicit gradients, which are quick, as long as they take no more than this share of those gradients' bytes."""
+"""Limits of `sum_ahead`, which starts sums before the clip factors are confirmed: this many (PRODUCTS_AHEAD) sums by matrix
+products, and sums of explicit gradients while their bytes stay below this share of those gradients' bytes."""
 
 
 def sum_small(work: ClippingWork) -> None:
-    """Form the sums of all biases and norms at once, as views of one tensor."""
+    """Compute the clipped sums of all biases and norm layers together, as views of one tensor, into `work.totals`."""
     for gradients_BN, names in work.small_groups:
         with work.stopwatch.time("clip", "biases and norms", "sum", cuda=gradients_BN.is_cuda):
             total_N = _weighted_sum(work, wide_dtype(work.trained[names[0]]), ExplicitGradient(gradients_BN))
@@ -25,7 +25,7 @@ def sum_small(work: ClippingWork) -> None:
 
 
 def sum_ahead(work: ClippingWork) -> list[str]:
-    """Form sums, in the order in which they are passed on, while the host waits for whether c is right; return their names."""
+    """Start some clipped sums while the host waits for the check of the clip factors; returns the names of their parameters."""
     ahead, products = [], PRODUCTS_AHEAD
     explicit = [saved.gradient for saved in work.saved.values() if isinstance(saved.gradient, ExplicitGradient)]
     room = EXPLICIT_SHARE_AHEAD * sum(gradient.gradients_B.nbytes for gradient in explicit)
@@ -43,7 +43,7 @@ def sum_ahead(work: ClippingWork) -> list[str]:
 
 
 def take_sum(work: ClippingWork, name: str, *, release: bool) -> Tensor | None:
-    """A parameter's sum, formed now unless it was before; None if it got no gradient. `release` frees its inputs."""
+    """A parameter's clipped sum, computed now unless it was before; None: no gradient. `release` frees the saved tensors."""
     if name in work.totals:
         return work.totals.pop(name)
     if name not in work.saved:
@@ -62,14 +62,14 @@ def _sum_saved(work: ClippingWork, name: str) -> Tensor:
 
 
 def sum_in_second_pass(work: ClippingWork, record: ParameterRecord) -> None:
-    """Form a parameter's sum as the second of two backwards passes its layer."""
+    """Compute a parameter's clipped sum when the second of two backwards reaches its layer."""
     with work.time("clip", record.parameter, record.gradient, "two_pass"):
         dtype = wide_dtype(work.trained[record.parameter])
         work.totals[record.parameter] = _weighted_sum(work, dtype, record.gradient, record.parameter)
 
 
 def _weighted_sum(work: ClippingWork, dtype: torch.dtype, gradient: PerSampleGradient, name: str = "") -> Tensor:
-    """Σ c_i g_i times the loss scale: the carried gradients, weighted with c_i·B for a mean loss."""
+    """Σ_i c_i g_i times the loss scale: the gradients of the backward, weighted with c_i (times B for a mean loss)."""
     assert work.factors_B is not None
     device = gradient.tensors()[0].device
     if device not in work.weights:
@@ -86,7 +86,7 @@ def _weighted_sum(work: ClippingWork, dtype: torch.dtype, gradient: PerSampleGra
 
 
 def _sum_with_recomputed(work: ClippingWork, dtype: torch.dtype, gradient: PerSampleGradient, name: str) -> Tensor:
-    """Doubtful samples from their recomputed gradients, the rest as usual; summed in a wide dtype and rounded at the end."""
+    """Clipped sum in which samples whose norms lost digits enter by recomputed gradients; rounded to `dtype` last."""
     assert isinstance(gradient, Outer)
     chosen, explicit = work.recomputed.pop(name)
     if explicit is None:

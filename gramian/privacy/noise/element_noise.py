@@ -1,4 +1,4 @@
-"""Gaussian noise as a function of (noise key, release, element), whichever process holds the element.
+"""Gaussian noise as a function of (noise key, release, element), whichever process stores the element.
 
 Every element has one global index; its noise is the normal number at that place of the key stream of (noise key, release).
 So any sharding over dim 0, on any number of ranks, draws the noise of the unsharded parameter.
@@ -18,13 +18,13 @@ from gramian.core.errors import GramianError
 from gramian.kernels import chacha
 
 MOST_ELEMENTS = 2**40
-"""Most elements of a release; two of them are a pair of Box–Muller."""
+"""Largest number of elements of a release (one noised sum); Box–Muller makes two of them from a pair of uniforms."""
 
 TAIL_MASS = 2.0**-64
-"""Probability of a pair with the radius `BOUND`, in whose place a normal distribution has all larger ones."""
+"""Probability of the largest radius that a Box–Muller pair can have, in place of all larger ones of a normal distribution."""
 
 TAIL_RADIUS = math.sqrt(-2 * math.log(TAIL_MASS))
-"""Radius R beyond which a pair of normal numbers lies with that probability: 9.42."""
+"""Radius R beyond which a pair of normal numbers lies with probability TAIL_MASS: 9.42."""
 
 
 def tail_delta(noise_multiplier: float) -> float:
@@ -47,10 +47,11 @@ def tail_delta(noise_multiplier: float) -> float:
 
 
 class NoisePlan:
-    """The places of a model's parameters in the key stream of a release.
+    """Gives every element of a model's parameters a place in the key stream from which a release's noise is drawn.
 
     Parameters follow each other in the given order; each starts at an even place, so that no pair of Box–Muller is shared by
-    two. A nonce has 2³⁶ places: the nonce of place p of release n is n + 2⁶⁴·⌊p / 2³⁶⌋. At most 2⁴⁰ places: what `tail_delta`
+    two. A nonce has 2³⁶ places: the nonce of place p of release n is n + 2⁶⁴·⌊p / 2³⁶⌋. At most 2⁴⁰ places: what
+    `tail_delta`
     accounts for.
 
     Args:
@@ -116,7 +117,7 @@ class NoisePlan:
         return grad_local
 
     def _add(self, flat_N: Tensor, place: int, std: float | Tensor, release: int, factor: float) -> None:
-        """Add the noise of places [place, place + N), nonce by nonce."""
+        """Add the noise of places [place, place + N) of the key stream to a flat tensor [N], one nonce after the other."""
         done = 0
         while done < flat_N.numel():
             segment, start = divmod(place + done, chacha.WORDS_PER_NONCE)
@@ -129,7 +130,7 @@ class NoisePlan:
 
 
 def _range(name: str, shape: tuple[int, ...], rows: tuple[int, int] | slice) -> tuple[int, int]:
-    """Check a range of dim 0 and return it as (start, stop)."""
+    """Check a range of dim 0 of a parameter and return it as (start, stop)."""
     if not shape:
         raise GramianError(f"{name}: rows of a 0-dim parameter; expected rows=None")
     if isinstance(rows, slice):

@@ -21,7 +21,7 @@ from gramian.core.errors import GramianError
 
 KEY_BYTES = 32
 FORMAT = 1
-"""Version of the counter file."""
+"""Version of the format of the counter file."""
 
 
 class Secrets:
@@ -50,12 +50,12 @@ class Secrets:
 
     @property
     def noise_key(self) -> bytes:
-        """The key of the noise: the nonce is the release number, the place the global element index."""
+        """32-byte stream-cipher key of the noise; its nonce is the release number, the place in the stream the element."""
         return self.subkey("noise")
 
     @property
     def sampling_key(self) -> bytes:
-        """The key of the Poisson draws: the nonce is the draw number, the place the record."""
+        """32-byte stream-cipher key of the Poisson draws; its nonce is the draw number, the place in the stream the record."""
         return self.subkey("sampling")
 
     def subkey(self, label: str) -> bytes:
@@ -72,19 +72,19 @@ class Secrets:
             )
 
     def renew(self) -> None:
-        """Draw another key, so that nothing is drawn again with the old one; the key of a fixed seed stays."""
+        """Replace the key by a new random one, so that no noise is drawn again with the old; the key of a fixed seed stays."""
         if not self.insecure_reproducible:
             self._key = os.urandom(KEY_BYTES)
 
     def state_dict(self) -> dict[str, Any]:
-        """The key itself, as uint8 [32], and the flag: for `save_private`, and for rank 0 to send to the other ranks."""
+        """The secret key as uint8 [32], and `insecure_reproducible`: for `save_private`, or to send to other ranks."""
         return {
             "key": torch.tensor(list(self._key), dtype=torch.uint8),
             "insecure_reproducible": self.insecure_reproducible,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the key of a checkpoint or of rank 0."""
+        """Replace the key by that of a state: of a checkpoint or of rank 0."""
         key, insecure = state.get("key"), state.get("insecure_reproducible")
         if not isinstance(key, torch.Tensor) or key.dtype != torch.uint8 or list(key.shape) != [KEY_BYTES]:
             raise GramianError(f"key: missing or of another shape; expected a uint8 tensor of {KEY_BYTES} in the state")
@@ -106,7 +106,7 @@ class Secrets:
 
 
 class ReleaseCounter:
-    """Gives each release a number of its own, and counts how many were begun.
+    """Gives each release (one noised sum) a number of its own, and counts how many were begun.
 
     `spent` is a high-water mark: the releases begun so far, in this process or, by the bound file, in an earlier one. It is
     what the accountant counts, and it only grows: beginning a number a second time, in a replay, adds nothing.
@@ -117,20 +117,20 @@ class ReleaseCounter:
         self._spent = 0
         self._path: Path | None = None
         self.about: Any = None
-        """The state of the accounting when the last release was begun, in this process or by the bound file."""
+        """State of the accounting when the last release was begun, in this process or by the bound file."""
 
     @property
     def spent(self) -> int:
-        """Number of distinct releases begun."""
+        """Number of distinct releases (noised sums) begun so far."""
         return self._spent
 
     @property
     def released(self) -> int:
-        """The number that the next release gets."""
+        """The number that the next release (noised sum) gets."""
         return self._next
 
     def bind(self, path: str | os.PathLike[str], *, must_exist: bool = False) -> None:
-        """Store the mark in a file beside the checkpoint from now on; the mark of an existing file is never lowered.
+        """Store `spent`, the number of releases begun, in a file from now on; that of an existing file is never lowered.
 
         One process of a run binds (rank 0). The next release moves past every number in the file unless `restore` says that
         it is a replay. A resumed run passes `must_exist`: without the file it is not known which numbers were begun.
@@ -148,15 +148,16 @@ class ReleaseCounter:
 
     @property
     def bound(self) -> bool:
-        """True if the mark is stored in a file."""
+        """True if the number of releases begun is stored in a file."""
         return self._path is not None
 
     def begin(self, about: Any = None) -> int:
-        """Begin a release and return its number.
+        """Begin a release (one noised sum) and return its number.
 
-        With a bound file the mark is durable before the number is returned: two fsyncs and a rename, up to a few milliseconds
+        With a bound file the count is durable before the number is returned: two fsyncs and a rename, up to a few
+        milliseconds
         on a disk. If it cannot be written nothing has begun. `about`, the state of the accounting in plain values, is stored
-        beside the mark.
+        beside the count.
         """
         release = self._next
         if release + 1 > self._spent:
@@ -171,13 +172,14 @@ class ReleaseCounter:
         return release
 
     def restore(self, released: int, replay: bool, spent: int = 0) -> None:
-        """Go on after a resume, a rollback or a skipped step.
+        """Set the counter after a resume, a rollback or a skipped step.
 
         Args:
             released: `released` at the checkpoint.
-            replay: True if the steps that follow are, bit for bit, those that followed the checkpoint before: the numbers from
+            replay: True if the steps that follow are, bit for bit, those that followed the checkpoint before: the numbers
+            from
                 `released` on are given again and counted once. False in every other case: the next number is past all begun.
-            spent: `spent` at the checkpoint; a higher mark that is known here stays.
+            spent: `spent` at the checkpoint; a higher count that is known to this object stays.
         """
         if released < 0:
             raise GramianError(f"released: {released}; expected at least 0")
@@ -189,11 +191,11 @@ class ReleaseCounter:
         self._next = released if replay else mark
 
     def state_dict(self) -> dict[str, int]:
-        """The next number and the mark, as plain integers."""
+        """{"released": number of the next release, "spent": number of releases begun}, as plain integers."""
         return {"released": self._next, "spent": self._spent}
 
     def load_state_dict(self, state: dict[str, int], *, replay: bool = False) -> None:
-        """`restore` from a state; its mark counts too."""
+        """Set the counter from a `state_dict`, as `restore` does; `replay`: numbers from `released` on are given again."""
         released, spent = state.get("released"), state.get("spent")
         if not is_count(released) or not is_count(spent) or released > spent:
             raise GramianError(
@@ -202,7 +204,7 @@ class ReleaseCounter:
         self.restore(released, replay, spent)
 
     def move_on(self) -> None:
-        """End a replay: the next number is past all begun."""
+        """End a replay: the next number is the first that was never begun."""
         self._next = self._spent
 
     def __repr__(self) -> str:
@@ -222,7 +224,7 @@ def save_private(path: str | os.PathLike[str], state: Any) -> None:
 
 
 def load_private(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> Any:
-    """Read a file of `save_private`, without running code from it; a warning if other users can read it."""
+    """Read a file of `save_private`, without running code from it; warns if other users can read the file."""
     path = Path(path)
     try:
         with path.open("rb") as file:
@@ -239,7 +241,7 @@ def load_private(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> 
 
 
 def _read_mark(path: Path) -> int | None:
-    """The mark in a counter file; None where there is no file. A damaged file is an error, never 0."""
+    """Number of releases begun in a counter file; None if there is no file. A damaged file is an error, never 0."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -256,7 +258,7 @@ def _read_mark(path: Path) -> int | None:
 
 
 def _read_about(path: Path) -> Any:
-    """The accounting state in a counter file that was read as a mark before."""
+    """The accounting state in a counter file, which `_read_mark` has checked."""
     return json.loads(path.read_text(encoding="utf-8")).get("about")
 
 

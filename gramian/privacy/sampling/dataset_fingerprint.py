@@ -34,7 +34,7 @@ def _digest(record: Any) -> bytes:
 
 
 def _feed(update: Callable[[bytes], None], value: Any) -> None:
-    """Feed type, shape and content of a record's parts, in order, to a digest."""
+    """Feed type, shape and content of a record, part by part, to the update function of a hash."""
     update(type(value).__name__.encode())
     if isinstance(value, Tensor):
         update(f"{value.dtype}{list(value.shape)}".encode())
@@ -55,7 +55,7 @@ def _feed(update: Callable[[bytes], None], value: Any) -> None:
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Leave the global generators of torch, numpy and Python as they were, whatever reads a record inside."""
+    """Context manager that restores the global random states of torch (CPU), numpy and Python afterwards."""
     python, array = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:

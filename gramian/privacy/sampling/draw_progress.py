@@ -1,26 +1,26 @@
-"""The draws, pieces and backwards since the last step: every piece has one backward, and every draw has one step."""
+"""Counts Poisson draws, their pieces (micro-batches) and backwards: a piece has one backward, a draw has one optimizer step."""
 
 from gramian.core.errors import GramianError
 from gramian.privacy.sampling.poisson import Piece
 
 
 class DrawProgress:
-    """Counts what the private loader has yielded and what was summed of it."""
+    """Counts the pieces (micro-batches) that the private loader yielded since the last step, and their backwards."""
 
     def __init__(self) -> None:
-        """Begin before the first piece."""
+        """Begin with no draw, no piece (micro-batch) and no backward counted."""
         self.passes_since_step = 0
-        """Backwards since the last step."""
+        """Number of backwards since the last optimizer step that released a draw."""
         self.clear()
 
     def clear(self) -> None:
-        """Forget the pieces: their draw was released, or is given up."""
+        """Reset draws and pieces: the draw was released by a step, or is given up."""
         self.draws: set[int] = set()
         self.piece: Piece | None = None
         self.passes_of_piece = 0
 
     def begin(self, piece: Piece) -> bool:
-        """Begin a piece; True if a loop was left and its draw begins again, so that nothing summed of it counts.
+        """Begin a piece (micro-batch) of a draw; True if it restarts a draw under way, whose sums must then be dropped.
 
         Raises:
             GramianError: if an earlier draw was summed and not released.
@@ -38,7 +38,7 @@ class DrawProgress:
         return again
 
     def check_backward(self, rows: int) -> None:
-        """Raise a `GramianError` if a backward with so many rows would count samples of the piece more than once."""
+        """Raise a `GramianError` if a backward of `rows` is the piece's second, or `rows` is not its number of records."""
         if self.piece is None:
             return
         if self.passes_of_piece:
@@ -54,15 +54,19 @@ class DrawProgress:
             )
 
     def end_backward(self) -> None:
-        """Count a backward."""
+        """Count a backward of the current piece."""
         self.passes_of_piece += 1
         self.passes_since_step += 1
 
     def ends_draw(self, next_release: int) -> bool:
-        """True if the step that begins now is on the last piece of its draw.
+        """True if the current piece (micro-batch) is the last of its Poisson draw, so that this step releases the draw.
+
+        False: the step only sets the piece's sum aside. `next_release` is the ledger's next number; a last piece of another
+        draw
+        was released before.
 
         Raises:
-            GramianError: if there is not one draw to release, or its last piece had no backward, or it was released before.
+            GramianError: unless exactly one draw is under way, and its piece, if it has records, had a backward.
         """
         if len(self.draws) != 1 or self.piece is None:
             raise GramianError(

@@ -1,4 +1,4 @@
-"""A batch without rows, for a draw that has no records."""
+"""Make a batch without rows, for a Poisson draw that has no records."""
 
 import copy
 import dataclasses

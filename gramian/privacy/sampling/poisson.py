@@ -15,7 +15,7 @@ from gramian.core.errors import GramianError
 from gramian.kernels import chacha
 
 _CHUNK = 2**19
-"""Records per piece of key stream: 4 MB."""
+"""Number of records whose random numbers are drawn at once: 4 MB of key stream."""
 
 
 def draw(key: bytes, draw_number: int, size: int, rate: float) -> NDArray[np.int64]:
@@ -38,14 +38,14 @@ def draw(key: bytes, draw_number: int, size: int, rate: float) -> NDArray[np.int
 
 
 def share(indices: NDArray[np.int64], rank: int, world: int) -> NDArray[np.int64]:
-    """One rank's records of a draw: every world-th from its own place on, so that shares differ by at most one."""
+    """The records of a draw that one rank computes: every `world`-th, from index `rank` on; sizes differ by at most one."""
     if not 0 <= rank < world:
         raise GramianError(f"rank: {rank} of {world}; expected 0 to {world - 1}")
     return indices[rank::world]
 
 
 def pieces(count_per_rank_max: int, max_physical_batch: int | None) -> int:
-    """Number of pieces in which every rank runs a draw: as many as the largest share needs, at least one."""
+    """Number of pieces (micro-batches) into which every rank splits a draw: as many as the largest share needs, at least 1."""
     if max_physical_batch is None:
         return 1
     if max_physical_batch < 1:
@@ -55,7 +55,7 @@ def pieces(count_per_rank_max: int, max_physical_batch: int | None) -> int:
 
 @dataclass(frozen=True)
 class Piece:
-    """One physical batch of one draw, on one rank."""
+    """One micro-batch of a Poisson draw on one rank: draw number, number in the draw, True if the last, record indices."""
 
     draw: int
     piece: int
@@ -64,7 +64,7 @@ class Piece:
 
 
 class PoissonBatchSampler(Sampler[list[int]]):
-    """The physical batches of one rank over the steps of an epoch, as the `batch_sampler` of a DataLoader.
+    """Record indices of the micro-batches (pieces) of one rank over an epoch, as the `batch_sampler` of a DataLoader.
 
     Every rank yields the same number of pieces in every draw; a piece may be empty.
 
@@ -101,7 +101,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
         self._next_draw = next_draw
 
     def pieces_of(self, number: int) -> list[Piece]:
-        """This rank's pieces of one draw, in order."""
+        """This rank's pieces (micro-batches) of the draw of this number, in order."""
         indices = draw(self.key, number, self.size, self.rate)
         mine = share(indices, self.rank, self.world)
         parts = pieces(len(share(indices, 0, self.world)), self.max_physical_batch)
@@ -112,7 +112,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
         ]
 
     def epoch(self) -> Iterator[Piece]:
-        """Yield the pieces of `steps` draws from `next_draw()` on."""
+        """Yield the pieces (micro-batches) of `steps` draws, from draw number `next_draw()` on."""
         first = self._next_draw()
         for number in range(first, first + self.steps):
             yield from self.pieces_of(number)
@@ -122,7 +122,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
             yield piece.indices
 
     def __len__(self) -> int:
-        """Draws, that is optimizer steps, per epoch; with `max_physical_batch` an epoch yields at least as many pieces."""
+        """Number of draws (optimizer steps) per epoch; an epoch yields at least as many pieces."""
         return self.steps
 
     def __repr__(self) -> str:

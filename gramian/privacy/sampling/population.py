@@ -20,8 +20,9 @@ from gramian.privacy.sampling.private_loader import PrivateLoader
 def population(loader: Any, world: int, *, poisson: bool, rate_given: bool) -> int | None:
     """Number of records that the batches of all processes come from; None where it is not known.
 
-    Poisson draws are from the complete data set. The user's own loader reads what its sampler yields in a pass, and that is
-    `len(sampler)` on each process: with the data set's length the rate of a record in a subset would be understated.
+    Poisson draws are from the complete data set. The user's own loader reads what its sampler yields in a pass:
+    `len(sampler)`
+    records on each process. With the data set's length the rate of a record in a subset would be understated.
 
     Args:
         loader: the loader of this process.
@@ -57,7 +58,7 @@ def population(loader: Any, world: int, *, poisson: bool, rate_given: bool) -> i
 
 
 def _sampler_of(loader: Any) -> Any:
-    """The object that yields the indices: a batch sampler of the user's own, or a sampler."""
+    """The object that yields a loader's indices: its sampler, or a batch sampler of the user's own."""
     batches = getattr(loader, "batch_sampler", None)
     if batches is None:
         return loader.sampler
@@ -65,7 +66,7 @@ def _sampler_of(loader: Any) -> Any:
 
 
 def _goes_over(sampler: Any) -> int | None:
-    """Number of records of which a sampler yields each, up to padding between processes; None: not known."""
+    """Number of records that a sampler yields once each in a pass, up to padding between processes; None: not known."""
     kind = type(sampler)
     if kind is DistributedSampler:
         return len(sampler.dataset)
@@ -75,7 +76,7 @@ def _goes_over(sampler: Any) -> int | None:
 
 
 def _yields(sampler: Any, world: int) -> int | None:
-    """Records in a pass of all processes' samplers, if none is there twice; None: not known.
+    """Number of records that the samplers of all processes yield in a pass, if none is yielded twice; None: not known.
 
     Only exact types of samplers are known: a subclass may do anything.
     """

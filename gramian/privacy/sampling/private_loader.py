@@ -15,7 +15,7 @@ from gramian.privacy.sampling.single_collation import LastBatch
 
 
 class PrivateLoader(DataLoader[Any]):
-    """Poisson draws over the data set of a loader, in physical pieces, with all its other settings.
+    """A DataLoader of Poisson draws over a loader's data set, in micro-batches (pieces), with all its other settings.
 
     Each epoch is `len(loader)` draws, counted from `next_draw()` when its iteration begins; what workers had prefetched of a
     loop that was left is drawn again. `on_piece` is called when a batch is yielded, not when it is loaded. A piece without
@@ -63,7 +63,7 @@ class PrivateLoader(DataLoader[Any]):
         self._batches = _FilledPieces(self._draws)
         self._empty: Any = None
         self._last: tuple[Piece, Any] = (Piece(-1, 0, True, []), None)
-        """The piece that was yielded last, and its batch."""
+        """The piece (micro-batch) that was yielded last, and its batch."""
         super().__init__(
             loader.dataset,
             batch_sampler=self._batches,
@@ -80,7 +80,7 @@ class PrivateLoader(DataLoader[Any]):
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the batches of the pieces in order."""
+        """Yield the batches of an epoch in order; a micro-batch without records is a batch of zero rows."""
         batches = super().__iter__()
         begun = self._batches.begun
         for batch in batches:
@@ -91,7 +91,7 @@ class PrivateLoader(DataLoader[Any]):
             yield self._report(begun.popleft(), self.empty_batch())
 
     def draws(self) -> Iterator[Iterator[Any]]:
-        """Iterate over an epoch draw by draw: an iterator over the batches of its pieces, to be run to its end."""
+        """Yield, for each Poisson draw of an epoch, an iterator over the batches of its micro-batches, to be run to its end."""
         batches = iter(self)
 
         def pieces(batch: Any) -> Iterator[Any]:
@@ -103,15 +103,15 @@ class PrivateLoader(DataLoader[Any]):
             yield pieces(first)
 
     def rekey(self, key: bytes) -> None:
-        """Draw with another key, that of a checkpoint, from the next epoch on."""
+        """Use another sampling key, that of a loaded checkpoint, from the next draw that is made."""
         self._draws.key = key
 
     def __len__(self) -> int:
-        """Draws, that is optimizer steps, per epoch; `max_physical_batch` makes an iteration yield more batches than that."""
+        """Number of draws (optimizer steps) per epoch; with `max_physical_batch` an epoch may yield more batches."""
         return len(self._draws)
 
     def empty_batch(self) -> Any:
-        """A batch of zero rows: one record collated, and every tensor cut to [:0]."""
+        """A batch of zero rows: the first record, collated alone, with every tensor cut to [:0]."""
         if self._empty is None:
             with preserved_generators():
                 self._empty = (without_rows(self.collate_fn([self.dataset[0]])),)
@@ -134,7 +134,7 @@ class PrivateLoader(DataLoader[Any]):
 
 
 class _FilledPieces:
-    """The batch sampler inside: index lists of the pieces that have records, and a queue of all pieces begun, in order.
+    """Batch sampler of `PrivateLoader`: index lists of the micro-batches that have records, and a queue of all, in order.
 
     Workers never see an empty list, which many data sets cannot index.
     """
@@ -159,7 +159,7 @@ class _FilledPieces:
 
 
 def _records_of(loader: DataLoader[Any]) -> int:
-    """Number of records of a loader's data set; a `GramianError` for one that Poisson sampling cannot draw from."""
+    """Number of records of a loader's data set; a `GramianError` if Poisson sampling cannot draw from it."""
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset):
         raise GramianError(

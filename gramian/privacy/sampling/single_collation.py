@@ -13,29 +13,30 @@ from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.proof.single_unit import SampleAlone
 
 MOST_ALONE = 4
-"""Most samples that are collated alone."""
+"""Largest number of samples of a batch that are collated alone."""
 LARGEST_CUT = 2
-"""Most tokens that a loop may cut off a batch: a language model reads all but the last."""
+"""Largest number of tokens that the user's loop may cut off a batch (language models drop the last)."""
 
 Path = tuple[Any, ...]
-"""Keys from the root of a batch to a tensor."""
+"""Keys and indices that lead from the root of a batch to a tensor."""
 
 
 @dataclass(frozen=True)
 class LastBatch:
-    """The batch that a loader yielded last."""
+    """The batch that a loader yielded last, with a function that collates its records one by one."""
 
     batch: Any
     records: int
-    """Number of its records."""
+    """Number of records of the batch."""
     singles: Callable[[], list[Any]]
-    """Collates each of its records alone."""
+    """Function that returns each record of the batch collated alone, in order."""
 
     def samples_alone(self, samples: SampleArguments, among: Collection[int]) -> list[SampleAlone]:
-        """Up to 4 of the samples numbered in `among`, each alone, as arguments of the model.
+        """Up to 4 of the samples numbered in `among`, each collated alone, as arguments of the model.
 
-        They have different lengths where lengths differ, the shortest first; it is one sample where none is padded, and none if
-        the arguments are not those of this batch. Cost: one record read and collated for each sample of the batch.
+        Their lengths differ where possible, shortest first. It is one sample if none is padded, and none if the arguments
+        are not
+        those of this batch. Cost: one record read and collated for each sample of the batch.
         """
         tensors = _tensors(self.batch)
         places = {
@@ -56,7 +57,7 @@ class LastBatch:
     def _alone(
         self, samples: SampleArguments, places: "Mapping[int, _Place | None]", single: "Mapping[Path, Tensor]", row: int
     ) -> SampleAlone | None:
-        """One sample alone; None if it differs from the batch's: read again, a record may change (augmentation).
+        """Sample `row` alone, as arguments of the model; None if it differs from the batch's (random augmentation).
 
         Arguments that the user made of a batch (positions, lengths) become the sample's row, cut to the sample's tokens.
         """
@@ -89,7 +90,7 @@ class LastBatch:
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of a model argument in the loader's batch: which tensor, and how many tokens were cut off both ends."""
+    """Where a model argument comes from in the loader's batch: the tensor's path, and the tokens cut off at both ends."""
 
     path: Path
     start: int
@@ -97,7 +98,7 @@ class _Place:
 
     @classmethod
     def of(cls, path: Path, tensor: Tensor, mine: Tensor) -> "_Place | None":
-        """The place of an argument in one tensor of the batch; None if it is not there."""
+        """The place of the argument `mine` in one tensor of the batch, perhaps cut; None if it does not come from it."""
         if _same(tensor, mine):
             return cls(path, 0, 0)
         if tensor.dim() < 2 or tensor.dim() != mine.dim():
@@ -107,33 +108,36 @@ class _Place:
         return next((one for one in cuts if _same(one.cut(tensor), mine)), None)
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """Cut a tensor of the batch, or of one record, in the same way."""
+        """Cut the same tokens off a tensor of the batch, or of one record."""
         return tensor[:, self.start : tensor.shape[1] - self.end] if self.start or self.end else tensor
 
 
 class RecordingCollate:
-    """A loader's collate function that stores the records of the batch that it collated last, in this process.
+    """A collate function that stores the records and the batch of its last call, if it ran in this process.
 
-    With workers nothing is stored in this process, and a slice of the batch stands in for the sample alone.
+    With DataLoader workers nothing is stored here, and a slice of the batch stands in for the sample alone.
     """
 
     def __init__(self, collate: Callable[[Sequence[Any]], Any]) -> None:
-        """Wrap a collate function."""
+        """Wrap the collate function `collate`."""
         self.collate = collate
         self.last: tuple[Sequence[Any], Any] | None = None
 
     def __call__(self, records: Sequence[Any]) -> Any:
-        """Collate records and store them."""
+        """Collate records; they and the batch are stored in `last`."""
         batch = self.collate(records)
         self.last = (records, batch)
         return batch
 
     def __reduce__(self) -> Any:
-        """Pickle without the records."""
+        """Pickle the collate function without the stored records."""
         return (RecordingCollate, (self.collate,))
 
     def last_batch(self) -> LastBatch | None:
-        """The last batch, if it was collated here."""
+        """The batch that this process collated last, with its records; None before the first.
+
+        It is always None with DataLoader workers, which collate in their own processes.
+        """
         if self.last is None:
             return None
         records, batch = self.last
@@ -141,7 +145,7 @@ class RecordingCollate:
 
 
 def _tensors(batch: Any) -> dict[Path, Tensor]:
-    """{path in the batch: tensor}."""
+    """{path in the batch: tensor} of all tensors of a batch."""
     leaves, _ = pytree.tree_flatten_with_path(_plain(batch))
     return {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
 

@@ -21,7 +21,7 @@ from gramian.taps.units import Units
 
 @dataclass(frozen=True)
 class Geometry:
-    """Shape of the weight [O, C/groups, *kernel] and how it slides."""
+    """A convolution: the shape [O, C/groups, *kernel] of its weight, its stride, padding, dilation and groups."""
 
     weight_shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -31,17 +31,17 @@ class Geometry:
 
 
 class Convolved(PerSampleGradient):
-    """g_i of a convolution, from images_BK [B, K, C, …] and output gradients [B, K, O, …]: K images per sample."""
+    """Per-sample gradients of a convolution's weight; each of B samples has K images of C channels, and the layer O outputs."""
 
     def __init__(self, images_BK: Tensor, gradients_BK: Tensor, geometry: Geometry) -> None:
-        """Store views; nothing is computed."""
+        """Store images [B, K, C, …] and output gradients [B, K, O, …] as views; nothing is computed."""
         self.images_BK, self.gradients_BK, self.geometry = images_BK, gradients_BK, geometry
         self.batch = images_BK.shape[0]
         self.shape = geometry.weight_shape
         self.dtype = min(images_BK.dtype, gradients_BK.dtype, key=lambda dtype: dtype.itemsize)
 
     def per_sample(self) -> Tensor:
-        """One grouped convolution-backward, then the sum over a sample's K images: [B, *shape]."""
+        """The B weight gradients [B, *shape], each summed over its sample's K images: one grouped convolution-backward."""
         images, gradients = wide(self.images_BK).flatten(0, 1), wide(self.gradients_BK).flatten(0, 1)
         count = images.shape[0]
         if not count:
@@ -60,22 +60,26 @@ class Convolved(PerSampleGradient):
         )
 
     def total(self) -> Tensor:
-        """One ordinary convolution-backward over all images."""
+        """The weight gradient summed over all samples, of the weight's shape: one convolution-backward over all images."""
         images, gradients = wide(self.images_BK).flatten(0, 1), wide(self.gradients_BK).flatten(0, 1)
         return _weight_gradient(images, gradients, self.geometry) if images.shape[0] else images.new_zeros(self.shape)
 
     def token_squares(self) -> Tensor:
-        """Not additive over patches without unfolding: the "token" of a convolution is the entire sample."""
+        """Σ_i g_i ⊙ g_i over the samples' gradients g_i: the "token" of a convolution is its entire sample."""
         return self.sum_of_squares()
 
     def magnitude(self) -> Tensor:
-        """Σ ‖x‖‖g‖ over images: each position of the kernel sees at most the entire image."""
+        """Upper bound of ‖total()‖: √(kernel positions) · Σ ‖image‖‖its output gradient‖ over all images, 0-dim."""
         taps = float(torch.Size(self.shape[2:]).numel() ** 0.5)
         bound: Tensor = (wide_norms(self.images_BK.flatten(2)) * wide_norms(self.gradients_BK.flatten(2))).sum()
         return taps * bound
 
     def projected(self, directions: Directions) -> Tensor:
-        """⟨x ∗ v_k, Σ_o u_ko g_o⟩ for every image: a convolution with K output channels in each group: [images, K]."""
+        """Terms [images, K], one row per image, whose sum is u_kᵀ(Σ_i g_i)v_k for K directions u_k v_kᵀ.
+
+        An image x with output gradients g_o gives ⟨x ∗ v_k, Σ_o u_ko g_o⟩: a convolution with K output channels in each
+        group.
+        """
         images, gradients = wide(self.images_BK).flatten(0, 1), wide(self.gradients_BK).flatten(0, 1)
         left_OK, right_NK = directions.sides(images.dtype)
         if not images.shape[0]:
@@ -90,24 +94,24 @@ class Convolved(PerSampleGradient):
         return (along_images.reshape(along_outputs.shape) * along_outputs).sum((1, 3))
 
     def regroup(self, units: Units) -> ExplicitGradient:
-        """Rows summed by unit, written out."""
+        """Gradients of units (groups of rows): the per-sample gradients [B, *shape], formed and summed by unit."""
         return ExplicitGradient(units.sum_rows(self.per_sample()), self.dtype)
 
     def tensors(self) -> list[Tensor]:
-        """Images and gradients."""
+        """The stored tensors: the images [B, K, C, …] and the output gradients [B, K, O, …]."""
         return [self.images_BK, self.gradients_BK]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The same convolution on images and gradients, mapped."""
+        """The same convolution gradient, with `function` applied to the images and to the output gradients."""
         return type(self)(function(self.images_BK), function(self.gradients_BK), self.geometry)
 
     def weighted_total(self, weights_B: Tensor, dtype: torch.dtype) -> Tensor:
-        """One ordinary convolution-backward, its gradients weighted."""
+        """Σ_i weights_B[i] · g_i over samples, in `dtype`: one convolution-backward on weighted output gradients."""
         weighted = scaled_rows(wide(self.gradients_BK), weights_B)
         return Convolved(self.images_BK, weighted, self.geometry).total().to(dtype)
 
     def algorithm(self, choice: str) -> str:
-        """There is one way."""
+        """Name of the algorithm for squared norms: always "grouped convolution", whatever `choice` asks for."""
         return "grouped convolution"
 
 
@@ -122,5 +126,5 @@ def _weight_gradient(images: Tensor, gradients: Tensor, geometry: Geometry) -> T
 
 
 def _restrided(t: Tensor) -> Tensor:
-    """The usual strides on axes of one element, where any are right: PyTorch reads others as channels_last, and fails."""
+    """A contiguous tensor with standard strides on axes of size 1; PyTorch takes other strides for channels_last and fails."""
     return t.view(-1).view(t.shape) if t.is_contiguous() else t

@@ -12,19 +12,22 @@ from gramian.taps.gradients.per_sample_gradient import PerSampleGradient
 
 
 class Indexed(PerSampleGradient):
-    """g_i[v] = Σ_{t: index_it = v} rows_it, from index_BT and rows_BTD, for a table of V×D."""
+    """Per-sample gradients of an embedding table [V, D], from the indices and the output gradients of its lookups.
+
+    Row v of sample i's gradient is Σ rows_BTD[i, t] over the tokens t with index_BT[i, t] = v.
+    """
 
     summed_wide = False
 
     def __init__(self, index_BT: Tensor, rows_BTD: Tensor, vocabulary: int) -> None:
-        """Store views; nothing is computed."""
+        """Store the indices [B, T] and the output gradients [B, T, D] of a table of `vocabulary` rows; nothing is computed."""
         self.index_BT, self.rows_BTD = index_BT, rows_BTD
         self.batch = rows_BTD.shape[0]
         self.shape = (vocabulary, rows_BTD.shape[2])
         self.dtype = rows_BTD.dtype
 
     def per_sample(self) -> Tensor:
-        """Scatter-add: [B, V, D]."""
+        """The gradient of the table for every sample: [B, V, D], by scatter-add of the tokens' output gradients."""
         table = wide(self.rows_BTD).new_zeros(self.batch * self.shape[0], self.shape[1])
         offset_B1 = torch.arange(self.batch, device=table.device)[:, None] * self.shape[0]
         return table.index_add_(0, (self.index_BT + offset_B1).flatten(), wide(self.rows_BTD).flatten(0, 1)).reshape(
@@ -32,46 +35,49 @@ class Indexed(PerSampleGradient):
         )
 
     def total(self) -> Tensor:
-        """Scatter-add over all samples: [V, D]."""
+        """The gradient of the table summed over all samples: [V, D], by scatter-add."""
         return self._scatter(wide(self.rows_BTD))
 
     def token_squares(self) -> Tensor:
-        """Scatter-add of squares: [V, D]."""
+        """Σ over all tokens of the squared gradient of a single token: [V, D], by scatter-add of squared output gradients."""
         return self._scatter(wide(self.rows_BTD).square())
 
     def magnitude(self) -> Tensor:
-        """Σ ‖g_t‖."""
+        """Σ over all tokens of the norm of the token's output gradient, 0-dim: an upper bound of ‖total()‖."""
         return wide_norms(self.rows_BTD).sum()
 
     def projected(self, directions: Directions) -> Tensor:
-        """u_k[x_t] (g_t·v_k) for every token: [B·T, K]. 2·B·T·K·D FLOPs."""
+        """Terms u_k[index] (g·v_k) [B·T, K] of each token's output gradient g, for K directions u_k v_kᵀ."""
         rows = self.rows_BTD.flatten(0, 1)
         along_rows = wide_mm(rows, directions.sides(rows.dtype)[1])
         return directions.sides(along_rows.dtype)[0][self.index_BT.flatten()] * along_rows
 
     def tensors(self) -> list[Tensor]:
-        """Index and rows."""
+        """The stored tensors: the indices [B, T] and the output gradients [B, T, D]."""
         return [self.index_BT, self.rows_BTD]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The same table from index and rows, mapped; padding by unit looks up row 0 with a zero gradient."""
+        """The same table's gradient, with `function` applied to the indices and to the output gradients."""
         return type(self)(function(self.index_BT), function(self.rows_BTD), self.shape[0])
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """Number T of tokens (lookups) per sample."""
         return self.index_BT.shape[1]
 
     def weighted_total(self, weights_B: Tensor, dtype: torch.dtype) -> Tensor:
-        """Scatter-add of weighted rows: [V, D]."""
+        """Σ_i weights_B[i] · g_i over samples: [V, D] in `dtype`, by scatter-add of weighted output gradients."""
         return self._scatter(wide(self.rows_BTD) * weights_B[:, None, None]).to(dtype)
 
     def algorithm(self, choice: str) -> str:
-        """There is one way."""
+        """Name of the algorithm for squared norms: always "sorted rows", whatever `choice` asks for."""
         return "sorted rows"
 
     def squared_norms(self, choice: str = "auto") -> Tensor:
-        """Sort each sample's tokens, sum runs of equal index, square. B·T·(D + log T), never V×D, no host check."""
+        """‖g_i‖² of every sample: [B]. Sorts a sample's tokens, sums runs of equal index, squares.
+
+        Takes B·T·(D + log T) operations and no V×D buffer, and does not wait for the device; `choice` has no effect.
+        """
         if not self.rows_BTD.numel():
             return wide(self.rows_BTD).new_zeros(self.batch)
         sorted_BT, order_BT = self.index_BT.sort(dim=1, stable=True)

@@ -1,7 +1,7 @@
-"""Several uses of one parameter: tied weights, a module called twice. The uses are summed per sample before squaring.
+"""Several uses of one parameter (tied weights, a module called twice) are summed per sample before squaring.
 
-‖Σ_k g_k‖² = Σ_k ‖g_k‖² + 2 Σ_{j<k} ⟨g_j, g_k⟩: uses of the same form are concatenated along their tokens, which gives all
-cross terms for free; an embedding tied to a linear head meets it in T² instead of V·D.
+With g_k the gradient of use k, ‖Σ_k g_k‖² = Σ_k ‖g_k‖² + 2 Σ_{j<k} ⟨g_j, g_k⟩. Uses of the same form are concatenated along
+their tokens, which gives all cross terms for free; for an embedding [V, D] tied to a linear head they cost T², not V·D.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,12 @@ from gramian.taps.gradients.summed import Summed
 from gramian.taps.units import Units
 
 CANCELLED = 1e-2
-"""If the joint squared norm is under this share of the parts' sum, it is taken from the written-out gradient instead."""
+"""If the squared norm of a sum is below this fraction of the sum of its parts' squared norms, it is computed again from
+the written-out gradient."""
 
 
 def join(parts: Sequence[PerSampleGradient]) -> PerSampleGradient:
-    """All uses of one parameter in one pass as one per-sample gradient: of their common form where they have one."""
+    """One per-sample gradient for all uses (`parts`) of a parameter in one pass, concatenated if they have a common form."""
     if len(parts) == 1:
         return parts[0]
     outers = [part for part in parts if isinstance(part, Outer)]
@@ -44,65 +45,69 @@ def join(parts: Sequence[PerSampleGradient]) -> PerSampleGradient:
 
 
 class Joined(PerSampleGradient):
-    """g_i = Σ_k g_ik over uses of different forms."""
+    """Per-sample gradients of a parameter whose uses have different forms: the sum of the uses' gradients, sample by sample."""
 
     def __init__(self, parts: Sequence[PerSampleGradient]) -> None:
-        """Store the parts."""
+        """Store the per-sample gradients of the uses (`parts`), all of one parameter and one batch."""
         self.parts = list(parts)
         self.batch, self.shape = parts[0].batch, parts[0].shape
         self.dtype = min((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
         self.summed_wide = all(part.summed_wide for part in parts)
 
     def per_sample(self) -> Tensor:
-        """Sum of the parts, written out."""
+        """The gradients [B, *shape]: the uses' written-out gradients, summed sample by sample."""
         return torch.stack([part.per_sample() for part in self.parts]).sum(0)
 
     def total(self) -> Tensor:
-        """Sum of the parts' totals."""
+        """Gradient summed over samples, of the parameter's shape: the sum of the uses' totals."""
         return torch.stack([part.total() for part in self.parts]).sum(0)
 
     def token_squares(self) -> Tensor:
-        """Every use of a token counts by itself."""
+        """Σ over tokens of the squared gradient of a single token; every use of a token counts as a token of its own."""
         return torch.stack([part.token_squares() for part in self.parts]).sum(0)
 
     def magnitude(self) -> Tensor:
-        """Sum of the parts' bounds."""
+        """Sum of the uses' upper bounds `magnitude()`, 0-dim: an upper bound of ‖total()‖."""
         return torch.stack([part.magnitude() for part in self.parts]).sum()
 
     def projected(self, directions: Directions) -> Tensor:
-        """The terms of all parts."""
+        """The projected terms [terms, K] of all uses on K directions, concatenated; their sum is the total's projection."""
         return torch.cat([part.projected(directions) for part in self.parts])
 
     def regroup(self, units: Units) -> PerSampleGradient:
-        """Each part regrouped."""
+        """The same gradients by unit (group of rows or tokens) instead of by row: each use is regrouped by itself."""
         return Joined([part.regroup(units) for part in self.parts])
 
     def tensors(self) -> list[Tensor]:
-        """The tensors of all parts."""
+        """The stored tensors of all uses, in one list."""
         return [t for part in self.parts for t in part.tensors()]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The sum of all parts, mapped."""
+        """The same sum of uses, with `function` applied to every tensor that a use stores."""
         return type(self)([part.mapped(function) for part in self.parts])
 
     @property
     def tokens(self) -> int:
-        """T of the longest part."""
+        """Number of tokens per sample of the use that has most."""
         return max(part.tokens for part in self.parts)
 
     def weighted_total(self, weights_B: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sum of the parts' weighted totals, wide."""
+        """Σ_i weights_B[i] · g_i: the uses' weighted totals added in float32 (float64 if a tensor is), then cast to `dtype`."""
         wide = torch.float64 if torch.float64 in (t.dtype for t in self.tensors()) else torch.float32
         return torch.stack([part.weighted_total(weights_B, wide) for part in self.parts]).sum(0).to(dtype)
 
     def algorithm(self, choice: Algorithm) -> str:
-        """The parts' algorithms and the cross terms."""
+        """Names of the uses' algorithms for squared norms and "cross" for their inner products; "direct" if `choice` is."""
         return (
             "direct" if choice == "direct" else " + ".join(part.algorithm(choice) for part in self.parts) + " + cross"
         )
 
     def squared_norms(self, choice: Algorithm = "auto") -> Tensor:
-        """Parts plus twice their inner products; samples in which the parts cancel are done directly."""
+        """‖g_i‖² of every sample: [B]. Squared norms of the uses plus twice their inner products.
+
+        Samples whose uses nearly cancel (below CANCELLED), and all samples with `choice` "direct", are computed from the
+        written-out gradient.
+        """
         if choice == "direct":
             return super().squared_norms()
         apart_B = torch.stack([part.squared_norms(choice) for part in self.parts]).sum(0)
@@ -114,10 +119,10 @@ class Joined(PerSampleGradient):
 
 
 def inner(left: PerSampleGradient, right: PerSampleGradient) -> Tensor:
-    """⟨g_i, h_i⟩ of two per-sample gradients of one parameter: [B].
+    """⟨g_i, h_i⟩ of two per-sample gradients `left` and `right` of one parameter: [B].
 
-    Embedding with linear head: ⟨E, H⟩ = Σ_s δ_s · Σ_t l_t[x_s] r_t, 2·B·T·S·D FLOPs and two [B, S, ·] buffers.
-    Any other pair is written out, a chunk of samples at a time.
+    Linear head (Σ_t l_t r_tᵀ) with an embedding (S lookups x_s, output gradients δ_s): Σ_s δ_s · Σ_t l_t[x_s] r_t, 2·B·T·S·D
+    FLOPs and two buffers [B, S, ·]. Any other pair is written out, a chunk of samples at a time.
     """
     if isinstance(left, Outer) and isinstance(right, Indexed):
         index_BTS = right.index_BT[:, None, :].expand(-1, left.left_BTM.shape[1], -1)
@@ -130,6 +135,6 @@ def inner(left: PerSampleGradient, right: PerSampleGradient) -> Tensor:
 
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate along tokens, in the widest dtype (uses may differ in precision)."""
+    """Concatenate tensors [B, T_k, …] along axis 1, the tokens, in the widest of their dtypes."""
     dtype = max((t.dtype for t in tensors), key=lambda dtype: dtype.itemsize)
     return torch.cat([t.to(dtype) for t in tensors], dim=1)

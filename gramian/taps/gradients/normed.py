@@ -1,4 +1,4 @@
-"""The gradient of a normalisation layer's scale: Σ_t g_t ⊙ x̂_t, with x̂ formed again from the layer's input."""
+"""The gradient of a norm layer's scale: Σ_t g_t ⊙ x̂_t over tokens, with the normalised input x̂ computed again."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -14,7 +14,10 @@ from gramian.taps.gradients.summed import Summed
 
 
 class Normed(Summed):
-    """g_i = Σ_t g_it ⊙ x̂_it, from inputs and output gradients [B, T, N]; the products are written down only if asked for."""
+    """Per-sample gradients Σ_t g_t ⊙ x̂_t of a norm layer's scale, from its inputs and output gradients [B, T, N].
+
+    g_t is the output gradient of token t and x̂_t its normalised input. The products [B, T, N] are formed only if asked for.
+    """
 
     def __init__(
         self,
@@ -43,7 +46,7 @@ class Normed(Summed):
 
     @cached_property
     def tokens_BTN(self) -> Tensor:  # type: ignore[override]
-        """g_t ⊙ x̂_t, wide. Several passes over [B, T, N]."""
+        """Output gradient times normalised input, g_t ⊙ x̂_t, of every token: [B, T, N] in float32, or float64."""
         x = self.inputs_BTN.float() if self.rounded else wide(self.inputs_BTN)
         if self.centred:
             x = x - x.mean(-1, keepdim=True)
@@ -51,7 +54,7 @@ class Normed(Summed):
         return wide(self.gradients_BTN) * (wide(hat.to(self.inputs_BTN.dtype)) if self.rounded else hat)
 
     def per_sample(self) -> Tensor:
-        """One pass over inputs and gradients: [B, *shape]."""
+        """Gradient of the scale for every sample, Σ_t (output gradient ⊙ normalised input): [B, *shape]. One pass on CUDA."""
         if self.inputs_BTN.is_cuda and self.inputs_BTN.dtype != torch.float64:
             scale_BN, _ = normed_sums(self.inputs_BTN, self.gradients_BTN, self.eps, self.centred)
             return scale_BN.reshape(self.batch, *self.shape)
@@ -59,19 +62,19 @@ class Normed(Summed):
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """Number T of tokens per sample."""
         return self.inputs_BTN.shape[1]
 
     def projected(self, directions: Directions) -> Tensor:
-        """⟨u_k v_kᵀ, g_t ⊙ x̂_t⟩ for every token: [B·T, K]. The products are written down and dropped."""
+        """Terms ⟨u_k v_kᵀ, g_t ⊙ x̂_t⟩ [B·T, K] of each token, for K directions u_k v_kᵀ; they sum to that of `total()`."""
         products_BTN = self.mapped(lambda t: t).tokens_BTN
         return Summed(products_BTN, self.shape).projected(directions)
 
     def tensors(self) -> list[Tensor]:
-        """Inputs and gradients."""
+        """The stored tensors: the layer's inputs and output gradients, both [B, T, N]."""
         return [self.inputs_BTN, self.gradients_BTN]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The same layer on inputs and gradients, mapped."""
+        """The same scale's gradient, with `function` applied to the layer's inputs and to its output gradients."""
         tensors = function(self.inputs_BTN), function(self.gradients_BTN)
         return type(self)(*tensors, self.shape, self.eps, self.centred, self.rounded)

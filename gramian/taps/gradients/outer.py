@@ -1,7 +1,7 @@
-"""The gradient of a matrix that meets every token: Σ_t l_t r_tᵀ.
+"""The gradient of a matrix [M, N] that multiplies every token: Σ_t l_t r_tᵀ over the tokens of a sample.
 
-Legend: B samples, T tokens, M×N the parameter. `nn.Linear` has l = output gradient and r = input; Hugging Face `Conv1D`,
-whose weight is stored transposed, has them the other way round.
+B samples, T tokens. `nn.Linear` has l = output gradient and r = input; Hugging Face `Conv1D`, whose weight is stored
+transposed, has them the other way round.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,14 +21,14 @@ from gramian.taps.gradients.directions import Directions
 from gramian.taps.gradients.per_sample_gradient import PerSampleGradient
 
 GRAM_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}
-"""Relative error of a squared norm above which the Gram form is not trusted."""
+"""By dtype: relative error of a squared norm above which its Gram form ⟨LLᵀ, RRᵀ⟩ is replaced by the direct ‖LᵀR‖²."""
 
 
 class Outer(PerSampleGradient):
-    """g_i = Σ_t l_it r_itᵀ, from left_BTM and right_BTN."""
+    """Per-sample gradients g_i = Σ_t l_it r_itᵀ = L_iᵀR_i of a matrix [M, N], from left_BTM (l) and right_BTN (r)."""
 
     def __init__(self, left_BTM: Tensor, right_BTN: Tensor) -> None:
-        """Store views of both sides; nothing is computed."""
+        """Store the vectors l_t [B, T, M] and r_t [B, T, N] of the gradients Σ_t l_t r_tᵀ as views; nothing is computed."""
         self.left_BTM, self.right_BTN = left_BTM, right_BTN
         self._squares: dict[str, Tensor] = {}
         self.batch = left_BTM.shape[0]
@@ -36,44 +36,44 @@ class Outer(PerSampleGradient):
         self.dtype = min(left_BTM.dtype, right_BTN.dtype, key=lambda dtype: dtype.itemsize)
 
     def per_sample(self) -> Tensor:
-        """LᵀR per sample: [B, M, N]. 2·B·T·M·N FLOPs."""
+        """LᵀR of every sample, with L [T, M] and R [T, N] its two sides: [B, M, N]. 2·B·T·M·N FLOPs."""
         return wide_bmm(self.left_BTM.mT, self.right_BTN)
 
     def total(self) -> Tensor:
-        """One product over all tokens of all samples. 2·B·T·M·N FLOPs."""
+        """Gradient summed over samples, [M, N]: one product LᵀR over all tokens of all samples. 2·B·T·M·N FLOPs."""
         return wide_mm(self.left_BTM.flatten(0, 1).mT, self.right_BTN.flatten(0, 1))
 
     def token_squares(self) -> Tensor:
-        """(L⊙L)ᵀ(R⊙R): a token's gradient is of rank one, so its square is too. 2·B·T·M·N FLOPs."""
+        """Σ over all tokens of (l_t r_tᵀ) ⊙ (l_t r_tᵀ), [M, N]: as one product (L⊙L)ᵀ(R⊙R). 2·B·T·M·N FLOPs."""
         return wide(self.left_BTM).square().flatten(0, 1).mT @ wide(self.right_BTN).square().flatten(0, 1).to(
             wide_dtype(self.left_BTM)
         )
 
     def magnitude(self) -> Tensor:
-        """Σ ‖l_t‖‖r_t‖."""
+        """Σ_t ‖l_t‖‖r_t‖ over the left and right vectors of all tokens, 0-dim: an upper bound of ‖total()‖."""
         return (wide_norms(self.left_BTM) * wide_norms(self.right_BTN)).sum()
 
     def projected(self, directions: Directions) -> Tensor:
-        """(l_t·u_k)(r_t·v_k) for every token: [B·T, K]. 2·B·T·K·(M+N) FLOPs."""
+        """Terms (l_t·u_k)(r_t·v_k) [B·T, K] of each token's vectors l_t, r_t for K directions; they sum to the total's."""
         left, right = self.left_BTM.flatten(0, 1), self.right_BTN.flatten(0, 1)
         along_left = wide_mm(left, directions.sides(left.dtype)[0])
         return along_left * wide_mm(right, directions.sides(right.dtype)[1])
 
     def tensors(self) -> list[Tensor]:
-        """Both sides."""
+        """The stored tensors: left [B, T, M] and right [B, T, N]."""
         return [self.left_BTM, self.right_BTN]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The outer products of both sides, mapped."""
+        """The same outer products, with `function` applied to the left and to the right side."""
         return type(self)(function(self.left_BTM), function(self.right_BTN))
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """Number T of tokens per sample."""
         return self.left_BTM.shape[1]
 
     def weighted_total(self, weights_B: Tensor, dtype: torch.dtype) -> Tensor:
-        """Σ_b c_b L_bᵀR_b. 2·B·T·M·N FLOPs.
+        """Σ_i c_i L_iᵀR_i over samples with the weights c = `weights_B`: [M, N] in `dtype`. 2·B·T·M·N FLOPs.
 
         In half precision every sample's product is weighted in its accumulator: c·R, rounded to half, would not cancel over
         tokens where R does. In float32 and float64 the narrower side is scaled, one pass over it.
@@ -89,12 +89,12 @@ class Outer(PerSampleGradient):
         return wide_mm(left.mT, right).to(dtype)
 
     def algorithm(self, choice: Algorithm) -> str:
-        """Rank one for a single token, else as forced, else the cheaper one."""
+        """Name of the algorithm for squared norms: "rank1" for one token, else `choice`; the cheaper one if that is "auto"."""
         tokens = self.left_BTM.shape[1]
         return choose(tokens, *self.shape) if choice == "auto" or tokens == 1 else choice
 
     def squared_norms(self, choice: Algorithm = "auto") -> Tensor:
-        """‖LᵀR‖² per sample by the algorithm of `self.algorithm(choice)`: [B], once however many statistics ask."""
+        """‖L_iᵀR_i‖² of every sample: [B], by the algorithm `self.algorithm(choice)`; cached for later calls."""
         name = self.algorithm(choice)
         if name not in self._squares:
             self._squares[name] = self._squares_by(name)
@@ -113,17 +113,17 @@ class Outer(PerSampleGradient):
 
 
 def gram_of(outers: Sequence[Outer]) -> tuple[Tensor, Tensor]:
-    """Σ_k ‖L_kᵀR_k‖² of every sample as ⟨LLᵀ, RRᵀ⟩, for gradients that share a side: its Gram is formed once.
+    """Σ_k ‖L_kᵀR_k‖² of every sample as ⟨LLᵀ, RRᵀ⟩, for gradients k that share a side, whose Gram is formed once.
 
     Every entry of the two Grams carries an independent rounding error of ε‖x_s‖‖x_t‖, so the sum is off by about
     ε·Σ_t‖l_t‖²‖r_t‖². Where that is not small beside the result (large common activations, output gradients that cancel),
     digits are lost and the direct form is called for. B·T²·(M+N) FLOPs.
 
     Args:
-        outers: one to four.
+        outers: one to four gradients, all with the same left side or all with the same right side.
 
     Returns:
-        squares [B], and True for samples to be done again directly [B]. Nobody waits for the device.
+        squares [B], and a mask [B], True for samples to be computed again by the direct form. Does not wait for the device.
     """
     first = outers[0]
     if len(outers) > 1 and same_tensor(first.left_BTM, outers[1].left_BTM):
@@ -135,7 +135,7 @@ def gram_of(outers: Sequence[Outer]) -> tuple[Tensor, Tensor]:
 
 
 def direct_of(outer: Outer) -> tuple[Tensor, Tensor]:
-    """‖LᵀR‖² of every sample by the direct form, and where tokens cancel so much that sums in another order would differ."""
+    """‖LᵀR‖² of every sample by the direct form [B], and a mask [B], True if tokens cancel so much that digits are lost."""
     squares_B = direct_squares(outer.left_BTM, outer.right_BTN)
     diagonal_B = (wide_norms(outer.left_BTM) * wide_norms(outer.right_BTN)).square().sum(1)
     return squares_B, _cancels(squares_B, diagonal_B)
@@ -147,7 +147,7 @@ def _cancels(squares_B: Tensor, diagonal_B: Tensor) -> Tensor:
 
 
 def same_tensor(one: Tensor, other: Tensor) -> bool:
-    """True for two views of the same memory in the same layout."""
+    """True for two tensors with the same memory address, shape, strides, dtype and device."""
     return (
         one.data_ptr() == other.data_ptr()
         and one.shape == other.shape

@@ -1,4 +1,4 @@
-"""The interface of a per-sample gradient: norms, sums and projections of g_1 … g_B without forming them."""
+"""The interface of a per-sample gradient: norms, sums and projections of the gradients g_1 … g_B without forming them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -15,10 +15,11 @@ from gramian.taps.units import Units
 
 
 class PerSampleGradient(ABC):
-    """The gradients of one parameter for B samples, as a recipe.
+    """The gradients g_1 … g_B of one parameter for B samples, stored as the tensors from which they are computed on demand.
 
-    All results are in the accumulation dtype (float32, or float64 for float64 layers). Loss scale and reduction are not
-    applied here: these are the gradients that the backward pass carries.
+    All results are in float32, or float64 for float64 layers. Loss scale and reduction are not applied: these are the
+    gradients
+    that the backward pass carries. A "token" is one position of a sample at which the parameter acts.
     """
 
     shape: tuple[int, ...]
@@ -26,17 +27,18 @@ class PerSampleGradient(ABC):
     batch: int
     """B, the number of samples (units)."""
     dtype: torch.dtype
-    """The narrowest dtype that took part: what the numbers can be trusted to."""
+    """The narrowest dtype of the tensors that the gradients were computed from: it bounds their accuracy."""
     summed_wide = True
-    """False if autograd may add the tokens up one after the other in their own dtype, as it does on a CPU."""
+    """True: autograd adds the tokens' gradients up in float32 or float64. False: it may add them one after the other in their
+    own dtype, as it does on a CPU."""
 
     @abstractmethod
     def per_sample(self) -> Tensor:
-        """The gradients themselves: [B, *shape]. Costs B times the memory of the parameter."""
+        """The gradient of every sample, written out: [B, *shape]. Takes B times the memory of the parameter."""
 
     @abstractmethod
     def total(self) -> Tensor:
-        """Σ_i g_i: what autograd puts into `p.grad`, of the parameter's shape."""
+        """Σ_i g_i over the samples' gradients g_i, of the parameter's shape: what autograd adds to `p.grad`."""
 
     @abstractmethod
     def token_squares(self) -> Tensor:
@@ -47,36 +49,36 @@ class PerSampleGradient(ABC):
         """Σ over tokens of the norm of a token's gradient, 0-dim: an upper bound of ‖total‖ that rounding scales with."""
 
     def projected(self, directions: Directions) -> Tensor:
-        """Terms, one for each token where that is cheap, whose sum is u_kᵀ(Σ_i g_i)v_k: [terms, K], wide."""
+        """Terms [n, K] whose sum is u_kᵀ(Σ_i g_i)v_k for K directions u_k v_kᵀ; one row per token where that is cheap."""
         return directions.project(self.total())[None]
 
     @abstractmethod
     def tensors(self) -> list[Tensor]:
-        """The tensors [B, …] that the recipe reads."""
+        """The stored tensors [B, …] from which the gradients are computed."""
 
     @abstractmethod
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The same recipe, with a function applied to each of its tensors."""
+        """The same kind of gradient, with `function` applied to each of the stored tensors [B, …]."""
 
     def select(self, start: int, stop: int) -> Self:
-        """The same recipe for samples start … stop-1 (a view)."""
+        """The gradients of samples start … stop-1 only; their tensors are views."""
         return self.mapped(lambda t: t[start:stop])
 
     def copy(self) -> Self:
-        """A recipe that owns its tensors, for use after the backward pass has moved on."""
+        """The same gradients on clones of their tensors, valid after the backward pass has reused the originals."""
         return self.mapped(torch.clone)
 
     def regroup(self, units: Units) -> "PerSampleGradient":
-        """The same gradients, summed by unit instead of by row: tokens [B, T, …] laid out by unit."""
+        """The gradients of units (groups of rows or tokens) instead of rows: the tokens [B, T, …] are laid out by unit."""
         return self.mapped(units.gather_tokens)
 
     @property
     def tokens(self) -> int:
-        """Tokens per sample; 1 where a sample is not made of tokens."""
+        """Number of tokens per sample; 1 where a sample is not made of tokens."""
         return 1
 
     def weighted_total(self, weights_B: Tensor, dtype: torch.dtype) -> Tensor:
-        """Σ_i c_i g_i, of the parameter's shape: accumulated wide, rounded to `dtype` at the end."""
+        """Σ_i weights_B[i] · g_i, of the parameter's shape: summed in float32 or float64, then cast to `dtype`."""
         total = self.per_sample_zeros().flatten()
         for start, part in zip(range(0, max(self.batch, 1), self._chunk), self.chunks(), strict=True):
             total += weighted_sum(flat(part.per_sample()), weights_B[start : start + self._chunk])
@@ -87,22 +89,22 @@ class PerSampleGradient(ABC):
         return "direct"
 
     def squared_norms(self, choice: Algorithm = "auto") -> Tensor:
-        """‖g_i‖² for every sample: [B]."""
+        """‖g_i‖² of the gradient g_i of every sample: [B], by the algorithm `choice`."""
         return torch.cat([wide_norms(flat(part.per_sample())).square() for part in self.chunks()])
 
     def sum_of_squares(self) -> Tensor:
-        """Σ_i g_i ⊙ g_i, of the parameter's shape: the diagonal of the empirical Fisher times B."""
+        """Σ_i g_i ⊙ g_i over the samples' gradients, of the parameter's shape: B times the empirical Fisher's diagonal."""
         squares = self.per_sample_zeros()
         for part in self.chunks():
             squares += part.per_sample().square().sum(0)
         return squares
 
     def per_sample_zeros(self) -> Tensor:
-        """A zero gradient, of the parameter's shape."""
+        """A tensor of zeros of the parameter's shape, in the dtype of the results."""
         return self.select(0, 0).per_sample().sum(0)
 
     def chunks(self) -> Iterator["PerSampleGradient"]:
-        """The samples in groups whose written-out gradients stay small; at least one group, if an empty one."""
+        """Yield the gradients of consecutive samples, so few that they fit in memory written out; one empty group if B is 0."""
         for start in range(0, max(self.batch, 1), self._chunk):
             yield self.select(start, min(start + self._chunk, self.batch))
 
@@ -112,5 +114,5 @@ class PerSampleGradient(ABC):
 
 
 def flat(gradients_B: Tensor) -> Tensor:
-    """[B, *shape] as [B, N], also where B is 0 or the shape is ()."""
+    """Gradients [B, *shape] reshaped to [B, N], N elements each, also where B is 0 or the shape is ()."""
     return gradients_B.reshape(gradients_B.shape[0], torch.Size(gradients_B.shape[1:]).numel())

@@ -1,4 +1,4 @@
-"""The gradient of a parameter that is added to every token, or multiplies it by a known factor: Σ_t g_t."""
+"""The gradient of a parameter that is added to every token (a bias) or scales it (γ): the sum of token gradients Σ_t g_t."""
 
 from collections.abc import Callable
 from typing import Self
@@ -15,7 +15,7 @@ from gramian.taps.units import Units
 
 
 class Summed(PerSampleGradient):
-    """g_i = Σ_t g_it, from tokens_BTN. The parameter may have any shape of N elements (norm layers over several axes)."""
+    """Per-sample gradients g_i = Σ_t tokens_BTN[i, t] over tokens t, of a parameter of N elements in any shape."""
 
     summed_wide = False
 
@@ -35,23 +35,23 @@ class Summed(PerSampleGradient):
         self.dtype = dtype or tokens_BTN.dtype
 
     def per_sample(self) -> Tensor:
-        """Sum over tokens, never their norm per token. B·T·N additions."""
+        """The gradients [B, *shape]: the token gradients summed over each sample's tokens. B·T·N additions."""
         return token_sums(self.tokens_BTN).reshape(self.batch, *self.shape)
 
     def total(self) -> Tensor:
-        """Sum over tokens and samples."""
+        """Gradient of the batch, of the parameter's shape: the sum over all tokens of all samples."""
         return wide(self.tokens_BTN).sum((0, 1)).reshape(self.shape)
 
     def token_squares(self) -> Tensor:
-        """Sum of squares over tokens and samples."""
+        """Σ over all tokens of the squared token gradient, of the parameter's shape."""
         return wide(self.tokens_BTN).square().sum((0, 1)).reshape(self.shape)
 
     def magnitude(self) -> Tensor:
-        """Σ ‖g_t‖."""
+        """Σ_t ‖g_t‖ over the gradients g_t of all tokens, 0-dim: an upper bound of ‖total()‖."""
         return wide_norms(self.tokens_BTN).sum()
 
     def projected(self, directions: Directions) -> Tensor:
-        """⟨u_k v_kᵀ, g_t⟩ for every token: [B·T, K]. 2·B·T·K·N FLOPs."""
+        """Terms ⟨u_k v_kᵀ, g_t⟩ [B·T, K] of each token's gradient g_t, for K directions u_k v_kᵀ; sum: that of `total()`."""
         tokens = self.tokens_BTN.flatten(0, 1)
         if len(self.shape) != 1:  # products of entries have too many digits for half precision
             tokens = wide(tokens)
@@ -59,30 +59,30 @@ class Summed(PerSampleGradient):
         return wide_mm(tokens, (left_MK[:, None] * right_NK).flatten(0, 1))
 
     def regroup(self, units: Units) -> "Summed":
-        """Tokens laid out by unit."""
+        """The gradients of units (groups of rows or tokens): the token gradients [B, T, N] laid out by unit."""
         return Summed(units.gather_tokens(self.tokens_BTN), self.shape, self.dtype)
 
     def tensors(self) -> list[Tensor]:
-        """The tokens."""
+        """The one stored tensor: the token gradients [B, T, N]."""
         return [self.tokens_BTN]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The sum over tokens, mapped."""
+        """The same sum over tokens, with `function` applied to the token gradients [B, T, N]."""
         return type(self)(function(self.tokens_BTN), self.shape, self.dtype)
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """Number T of tokens per sample."""
         return self.tokens_BTN.shape[1]
 
     def squared_norms(self, choice: str = "auto") -> Tensor:
-        """Norm of the sum over tokens, squared: [B]."""
+        """‖Σ_t g_t‖² of every sample: [B], the squared norm of the sum over its tokens; `choice` has no effect."""
         return wide_norms(flat(self.per_sample())).square()
 
     def weighted_total(self, weights_B: Tensor, dtype: torch.dtype) -> Tensor:
-        """Weighted sum of the samples' sums."""
+        """Σ_i weights_B[i] · g_i, of the parameter's shape in `dtype`, from the samples' token sums g_i."""
         return weighted_sum(flat(self.per_sample()), weights_B, dtype).reshape(self.shape)
 
     def algorithm(self, choice: str) -> str:
-        """There is one way."""
+        """Name of the algorithm for squared norms: always "sum", whatever `choice` asks for."""
         return "sum"

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 
 def with_a_row(arguments: Any) -> Any:
-    """Arguments in which every tensor without rows has one row of zeros."""
+    """The arguments with one row of zeros in every tensor that has no rows."""
 
     def filled(value: Any) -> Any:
         empty = isinstance(value, Tensor) and value.dim() > 0 and not value.shape[0]
@@ -22,7 +22,7 @@ def with_a_row(arguments: Any) -> Any:
 
 
 def without_a_row(output: Any) -> Any:
-    """Outputs with one row become outputs with none, in the same graph. A loss stays; its gradient is dropped."""
+    """Cut the row of zeros from the outputs, in the same graph: [1, …] becomes [0, …]. A 0-dim loss stays."""
 
     def cut(value: Any) -> Any:
         one = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == 1
@@ -32,7 +32,7 @@ def without_a_row(output: Any) -> Any:
 
 
 def apart(output: Any) -> Any:
-    """The same outputs as other tensors, which are not views to autograd."""
+    """The same values as new tensor objects, not views to autograd, for every output that requires a gradient."""
     return pytree.tree_map(
         lambda value: _another(value) if isinstance(value, Tensor) and value.requires_grad else value, output
     )

@@ -14,12 +14,12 @@ from gramian.taps.sites import Site, site_for
 
 @dataclass(frozen=True)
 class FoundLayer:
-    """One layer, under the user's name for it."""
+    """One layer of a model with its site and the names of its parameters."""
 
     name: str
     module: nn.Module
     site: Site | None
-    """None for the root, if it has no parameters of its own."""
+    """Site that taps the layer; None for the root, if it has no parameters of its own."""
     parameters: dict[str, str]
     """{local name: the user's name}; a tied parameter goes by the first name it was found under."""
 

@@ -1,4 +1,4 @@
-"""Extra forwards and backwards that leave no trace in gradients, buffers, random states and Python state of a model."""
+"""Run extra forwards and backwards without a trace in gradients, buffers, random states and Python state of a model."""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -17,16 +17,17 @@ from gramian.taps.model.python_state import PythonState, held_values, same_value
 
 @contextmanager
 def preserve_state(root: nn.Module, counters: bool = False, arguments: Iterable[Any] = ()) -> Iterator[None]:
-    """Restore gradients, buffers and random states afterwards, also after an error; on demand also Python state.
+    """Context manager that restores gradients, buffers and random states, also after an error; on demand also Python state.
 
     Inside, no parameter has a gradient, FSDP2 reduces none, not even those that the user is still accumulating, and frees
-    gathered weights after every backward; modes are not changed, so dropout drops as the user set it. Memory: a copy of every
+    gathered weights after every backward; modes are not changed, so dropout drops as the user set it. Memory: a copy of
+    every
     buffer.
 
     Args:
         root: the model.
         counters: True to restore what modules and hooks store in Python (`PythonState`).
-        arguments: values that its forward is given, among which may be generators.
+        arguments: arguments of its forward; random generators among them are restored too.
     """
     sharded = [module for module in root.modules() if isinstance(module, FSDPModule)]
     groups = [group for module in sharded for group in fsdp_groups(module)]
@@ -55,10 +56,10 @@ def preserve_state(root: nn.Module, counters: bool = False, arguments: Iterable[
 
 
 class Buffers:
-    """The buffers of a model and copies of their values. A forward may write into a buffer, or put another in its place."""
+    """Copies of the buffers of a model. A forward may write into a buffer, or put another tensor in its place."""
 
     def __init__(self, root: nn.Module) -> None:
-        """Copy the values."""
+        """Copy the values of all buffers of a model."""
         places = [
             (user_names.join(name, local), module._buffers, local)
             for name, module in user_names.named_modules(root)
@@ -68,7 +69,7 @@ class Buffers:
         self._found = [(name, owner, local, owner[local], _copy(owner[local])) for name, owner, local in places]
 
     def changed(self) -> dict[str, torch.Tensor | None]:
-        """{name: a copy of its present value} of the buffers whose value changed."""
+        """{name: copy of the present value} of the buffers whose value differs from the copy made at the start."""
         return {
             name: _copy(owner[local])
             for name, owner, local, _, value in self._found
@@ -76,7 +77,7 @@ class Buffers:
         }
 
     def restore(self) -> None:
-        """Put the tensors and their values back where they have changed."""
+        """Put the original buffer tensors, with their original values, back where they changed."""
         with torch.no_grad():
             for _, owner, local, buffer, value in self._found:
                 owner[local] = buffer
@@ -89,7 +90,7 @@ def _copy(buffer: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class InitialState:
-    """The state in which a forward begins: random states, buffers, and what modules store in Python."""
+    """A copy of the state in which a forward begins: random states, buffers, and what modules store in Python."""
 
     def __init__(self, root: nn.Module, arguments: Iterable[Any] = ()) -> None:
         """Copy the state of a model, and of generators among the arguments of its forward."""
@@ -98,7 +99,7 @@ class InitialState:
         self.buffers, self.python = Buffers(root), PythonState(root)
 
     def restore(self, *, forget: bool = True) -> None:
-        """Restore the state; with `forget=False`, what modules store in Python stays."""
+        """Restore the copied state; with `forget=False`, what modules store in Python attributes stays as it is."""
         self._generators.restore(self._states)
         self.buffers.restore()
         if forget:
@@ -106,7 +107,7 @@ class InitialState:
 
     @property
     def drew(self) -> bool:
-        """True if a random number was drawn since the copy."""
+        """True if a random number was drawn since the state was copied."""
         return self._generators.moved(self._states)
 
 
@@ -117,13 +118,13 @@ class Generators:
     """Every random generator that a forward may draw from: torch's, CUDA's, numpy's, Python's, and modules' own."""
 
     def __init__(self, root: nn.Module, given: Iterable[Any] = ()) -> None:
-        """Find the generators of a model, and those among the values that its forward is given."""
+        """Find the generators of a model, and those among the values (`given`) that its forward gets."""
         self._cuda = sorted({p.device.index or 0 for p in root.parameters() if p.device.type == "cuda"})
         self._owned = [value for value in held_values(root) if isinstance(value, GENERATORS)]
         self._owned += [value for value in given if isinstance(value, GENERATORS)]
 
     def states(self) -> list[Any]:
-        """All states now. Nothing waits for the device."""
+        """Present states of all generators, in a list for `restore`. Does not wait for the device."""
         states: list[Any] = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
         states += [torch.cuda.get_rng_state(index) for index in self._cuda]
         for owned in self._owned:
@@ -134,7 +135,7 @@ class Generators:
         return states
 
     def restore(self, states: list[Any]) -> None:
-        """Set every generator to a state that was read before."""
+        """Set every generator to its state in a list that `states` returned."""
         python, numpy_state, cpu, *rest = states
         random.setstate(python)
         np.random.set_state(numpy_state)

@@ -21,16 +21,16 @@ from torch.nn.modules import module as torch_module
 from gramian.taps.model import user_names
 
 OWN = frozenset(vars(nn.Module())) | {"forward"}
-"""Attributes that every module has; torch and the taps restore these themselves."""
+"""Names of attributes that every module has; torch and the taps restore these themselves."""
 PLAIN = (int, float, complex, bool, str, bytes, type(None))
 CONTAINERS = (list, set, deque, OrderedDict, dict)
-"""Containers, and classes derived from them; items are read and written by these classes' methods, not overridden ones."""
+"""Container classes, derived ones included, whose items are copied; read and written by these classes' own methods."""
 DEPTH = 6
-"""How far containers and objects are followed from an attribute."""
+"""Number of levels of containers and objects that are entered from an attribute when a model's state is copied."""
 LARGEST = 256
-"""Items of larger containers (vocabularies, histories) are not followed; such a container has changed if its length has."""
+"""Containers with more items (vocabularies, histories) are not copied item by item; they have changed if their length has."""
 FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "gramian", "numpy"}
-"""Packages whose objects are not followed."""
+"""Top-level packages whose objects are not entered when a model's Python state is copied."""
 FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 
 
@@ -45,7 +45,7 @@ class _Place:
 
     @property
     def identity(self) -> int:
-        """Identity of the owner; an object that is a container has two, one for its items and one for its attributes."""
+        """`id` of the owner; minus that of the object if the place has its attributes, which may have items too."""
         return _identity(self.owner)
 
     def restore(self) -> None:
@@ -75,12 +75,12 @@ class PythonState:
         self._places = list(_places(root, hooks=tensors, copies=tensors))
 
     def restore(self) -> None:
-        """Restore everything; attributes that are new are removed."""
+        """Restore all copied values in place; attributes that are new are removed."""
         for place in self._places:
             place.restore()
 
     def values(self) -> dict[str, Any]:
-        """{name: value} of numbers, tensors and arrays that modules hold and that changed since; tensors as copies."""
+        """{name: value} of numbers, tensors and arrays in modules that changed since the copy; tensors as copies."""
         before = {place.identity: place for place in self._places}
         found: dict[str, Any] = {}
         for place in _places(self._root, hooks=False):
@@ -98,13 +98,13 @@ class PythonState:
 
 
 def tensors_inside(value: Any) -> list[Tensor]:
-    """Tensors in an object of the user's own, in its containers and attributes."""
+    """List of the tensors inside an object of the user's own class, in its containers and attributes."""
     places = _followed("", (value,), [value], set(), DEPTH, copies=False)
     return [t for place in places for _, t in _items(place.content) if isinstance(t, Tensor)]
 
 
 def graph_tensors(root: nn.Module) -> dict[str, Tensor]:
-    """Tensors in attributes of modules through which a loss may send a gradient: {name: tensor}."""
+    """{name: tensor} of floating-point tensors in attributes of modules through which a loss may send a gradient."""
     return {
         user_names.join(place.name, str(key)): value
         for place in _places(root, hooks=False, copies=False)
@@ -117,13 +117,13 @@ def graph_tensors(root: nn.Module) -> dict[str, Tensor]:
 
 
 def held_values(root: nn.Module) -> Iterator[Any]:
-    """All values in attributes of modules, and in containers and plain objects inside of these."""
+    """Yield all values in attributes of modules, and in containers and plain objects inside of these."""
     for place in _places(root, hooks=False, copies=False):
         yield from (value for _, value in _items(place.content))
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """True for the same values of the same type; NaN equals NaN."""
+    """True if two values have the same type and are equal; NaN equals NaN."""
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return one.shape == other.shape and one.tobytes() == other.tobytes()
     if any(isinstance(t, Tensor) and is_functorch_wrapped_tensor(t) for t in (one, other)):
@@ -155,7 +155,7 @@ def _places(root: nn.Module, hooks: bool = True, copies: bool = True) -> Iterato
 
 
 def _followed(name: str, owner: Any, content: Any, seen: set[int], depth: int, copies: bool = True) -> Iterator[_Place]:
-    """A place, and the places of its values."""
+    """Yield a `_Place` (owner and copy of its content) for an owner, and for the containers and objects in its values."""
     if _identity(owner) in seen:
         return
     seen.add(_identity(owner))
@@ -173,7 +173,7 @@ def _followed(name: str, owner: Any, content: Any, seen: set[int], depth: int, c
 
 
 def _is_users(value: Any) -> bool:
-    """True for objects of the user's own classes, also derived from containers, and for wrapped dicts and lists."""
+    """True for an object of a user's own class, also one derived from a container, and for wrapped dicts and lists."""
     if isinstance(value, (Tensor, tuple, nn.Module, type, types.ModuleType, *FUNCTIONS)):
         return False
     known = isinstance(value, types.SimpleNamespace | UserDict | UserList)
@@ -181,7 +181,7 @@ def _is_users(value: Any) -> bool:
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """{name: value} of an object, also of one with slots."""
+    """{name: value} of the attributes of an object, its slots included."""
     slots = [slot for kind in type(value).__mro__ for slot in vars(kind).get("__slots__", ())]
     in_slots = {slot: getattr(value, slot) for slot in slots if not slot.startswith("__") and hasattr(value, slot)}
     return in_slots | dict(getattr(value, "__dict__", {}))
@@ -192,7 +192,7 @@ def _identity(owner: Any) -> int:
 
 
 class _Attributes:
-    """The attributes of an object, apart from the items that it may have as a container."""
+    """The attributes of an object as an owner of their own: as a container it may own items, too."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -205,7 +205,7 @@ class _Attributes:
 
 
 def _function(name: str, function: Any, seen: set[int]) -> Iterator[_Place]:
-    """The state of a user's hook; torch's own hooks (FSDP2) and the taps' are left out."""
+    """Yield the places of a user's hook: closure, object, arguments and globals; hooks of torch and gramian are left out."""
     if (getattr(function, "__module__", None) or "").partition(".")[0] in ("torch", "gramian"):
         return
     if isinstance(function, functools.partial):
@@ -233,7 +233,7 @@ def _function(name: str, function: Any, seen: set[int]) -> Iterator[_Place]:
 
 
 class _Global:
-    """One global variable of a hook's module."""
+    """One global variable of a hook's module, with a `value` that can be read and set."""
 
     def __init__(self, variables: dict[str, Any], key: str) -> None:
         self._variables, self._key = variables, key
@@ -248,11 +248,11 @@ class _Global:
 
 
 VARIABLES = (types.CellType, _Global)
-"""Owners of a single value."""
+"""Classes of owners (places whose state is restored) that have a single value: closure cells and global variables."""
 
 
 def _container(owner: Any) -> Any:
-    """The items of a container, in a plain one."""
+    """Copy of the items of a container, in a plain dict, set or list."""
     kind: Any = next(kind for kind in CONTAINERS if isinstance(owner, kind))
     if issubclass(kind, dict):
         return dict(kind.items(owner))
@@ -260,7 +260,7 @@ def _container(owner: Any) -> Any:
 
 
 def _fill(owner: Any, content: Any) -> None:
-    """Replace all items of a container by these."""
+    """Replace all items of a container by those of `content`."""
     kind: Any = next(kind for kind in CONTAINERS if isinstance(owner, kind))
     kind.clear(owner)
     if issubclass(kind, dict):

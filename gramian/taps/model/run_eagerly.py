@@ -11,14 +11,15 @@ import torch
 _lock = threading.Lock()
 _inside = 0
 _stance: Any = None
-"""Object whose `__exit__` restores the stance."""
+"""Object whose `__exit__` restores the stance of `torch.compiler`; None outside of `run_eagerly`."""
 
 
 @contextmanager
 def run_eagerly() -> Iterator[None]:
-    """Inside, modules that `torch.compile` has wrapped run their own Python, and nothing is compiled.
+    """Context manager: modules that `torch.compile` has wrapped run their own Python, and nothing is compiled.
 
-    The stance of the compiler belongs to the process: the first thread that enters changes it and the last that leaves restores
+    The stance of the compiler belongs to the process: the first thread that enters changes it and the last that leaves
+    restores
     it, in whatever order threads come and go. A process that never imported the compiler pays nothing.
     """
     global _inside, _stance

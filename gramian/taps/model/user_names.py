@@ -12,11 +12,11 @@ WRAPPED_CHILD = {
     "OptimizedModule": "_orig_mod",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
 }
-"""Wrapper classes and the attribute that holds the user's module, a segment that is left out of every name."""
+"""{wrapper class: attribute that has the user's module}; the attribute is left out of every name."""
 
 
 def inner_module(module: nn.Module) -> nn.Module | None:
-    """The module inside a wrapper, or None if the module is not a wrapper.
+    """The module inside a wrapper (DDP, torch.compile, checkpoint), or None if the module is not a wrapper.
 
     Raises:
         GramianError: for wrappers that gramian does not work with.
@@ -50,7 +50,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def named_modules(root: nn.Module, prefix: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once, parents first, under the user's names; wrappers themselves are passed over."""
+    """Yield (user's name, module) for every module once, parents first; wrappers themselves are passed over."""
     seen = set() if seen is None else seen
     root = unwrap(root)
     if id(root) in seen:
@@ -63,7 +63,7 @@ def named_modules(root: nn.Module, prefix: str = "", seen: set[int] | None = Non
 
 
 def named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every place of a parameter under the user's name for it; a tied one has several."""
+    """Yield (user's name, parameter) for every place of a parameter; a tied one has several."""
     for name, module in named_modules(root):
         for local, p in module._parameters.items():
             if p is not None:
@@ -71,7 +71,7 @@ def named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def parameter(module: nn.Module, local: str) -> nn.Parameter:
-    """The parameter under a local name, or the tensor that stands in its place right now."""
+    """The parameter of a local name ("child.weight"), or the tensor that stands in its place right now (FSDP2, detached)."""
     owner, _, leaf = local.rpartition(".")
     found = (module.get_submodule(owner) if owner else module)._parameters[leaf]
     assert found is not None
@@ -79,5 +79,5 @@ def parameter(module: nn.Module, local: str) -> nn.Parameter:
 
 
 def join(module_name: str, local: str) -> str:
-    """Name of a parameter of a named module."""
+    """Full name "module.local" of a parameter, or the local name if the module is the root."""
     return f"{module_name}.{local}" if module_name else local

@@ -19,22 +19,22 @@ from gramian.taps.proof.single_unit import SampleAlone
 from gramian.taps.tapped_model import Call, TappedModel
 
 CollateAlone = Callable[[SampleArguments, Collection[int]], list[SampleAlone]]
-"""Gives some of these samples, each as the loader collates it alone; empty where no loader is known."""
+"""Function that returns some of the given samples, each collated alone as the loader would; empty if no loader is known."""
 
 
 @dataclass
 class BatchProof:
-    """Proofs of one batch, for one grouping of its rows into units."""
+    """Runs the row proof on one batch, for one grouping of its rows into units (samples, users, documents)."""
 
     model: TappedModel
     execute: Execute
     samples: SampleArguments
     seed: Callable[[], int]
-    """Gives a seed for the next proof."""
+    """Function that returns a random seed for the next proof."""
     collate_alone: CollateAlone = lambda samples, among: []
 
     def calls(self) -> set[Call]:
-        """Calls of tapped layers in a forward on the batch. One run."""
+        """Set of calls (layer, ordinal, rows over B) of tapped layers in a forward on the batch. One run."""
         with undisturbed(self.model.root_module, self.samples.leaves):
             runs = ProofRuns(self.model, self.execute, self.samples, 0)
             try:
@@ -43,10 +43,10 @@ class BatchProof:
                 refuse(failure)
 
     def prove(self, *, sums_only: bool = False) -> Proven | None:
-        """Prove the batch; where an axis may be B by chance, a second time with it read the other way.
+        """Prove the batch; where an axis may have size B by chance, a second time with it read the other way.
 
         Args:
-            sums_only: True for part 1 alone.
+            sums_only: True to show only that the taps' sums are autograd's gradients (part 1 of the proof).
 
         Returns:
             What was shown; None if all samples are equal, so that nothing can be.
@@ -84,10 +84,10 @@ class BatchProof:
                 raise
 
     def repeat(self, proven: Proven) -> None:
-        """Repeat one replacement run on this batch, of outputs that were proven before.
+        """Repeat one run with replaced samples on this batch, for the outputs that were proven before.
 
         Raises:
-            GramianError: if rows changed; the listeners are notified first.
+            GramianError: if rows of samples that were not replaced changed; the listeners are notified first.
         """
         samples = self.samples
         rows = [0 if i in proven.fixed else count for i, count in enumerate(samples.rows)]
@@ -105,7 +105,7 @@ class BatchProof:
                 refuse(failure)
 
     def _prove_outputs(self, prover: Prover, sums_only: bool) -> Proven | None:
-        """Prove rows, then single numbers, then attributes; None if all samples are equal."""
+        """Prove outputs with rows, then single numbers, then attributes of modules; None if all samples are equal."""
         samples = self.samples
         outputs = OutputKinds(samples, prover.runs)
         if sums_only:
@@ -146,7 +146,7 @@ class BatchProof:
     def _of_units(self, found: Proven | None, samples: SampleArguments, beginning: InitialState) -> Proven | None:
         """Show whether rows inside units of several rows are independent, so that any grouping is proven. 2⌈log₂ B⌉ + 2 runs.
 
-        If they are not, what was found holds for this grouping of rows alone.
+        If they are not, the proof `found` holds for this grouping of rows alone.
         """
         if found is None or samples.partition is None:
             return found
@@ -163,7 +163,7 @@ class BatchProof:
         return replace(found, partition=partition, runs=found.runs + prover.runs.count)
 
     def _refuse_irreplaceable(self) -> None:
-        """Raise Refuted if no argument carries samples, or samples are inside of an object."""
+        """Raise Refuted if no argument carries samples, or an object contains them, so that none can be replaced."""
         samples = self.samples
         if not any(samples.rows) and samples.units is None:
             raise Refuted(
@@ -190,7 +190,7 @@ class BatchProof:
 
 
 def _readings(inputs: Sequence[int], outputs: bool) -> list[tuple[tuple[int, ...], SecondAxis]]:
-    """Other ways to read axes that may be B by chance: inputs that are left alone, and samples on axis 1 of outputs."""
+    """Other readings of axes that may be B by chance: (inputs without samples, which outputs have samples on axis 1)."""
     readings: list[tuple[tuple[int, ...], SecondAxis]] = [((i,), "certain") for i in inputs[:4]]
     readings += [(tuple(inputs), "certain")] if len(inputs) > 1 else []
     return readings + ([((), "later"), ((), "all")] if outputs else [])

@@ -21,7 +21,7 @@ _count = itertools.count()
 
 
 def structure_of(model: TappedModel, args: Any, kwargs: Any, batch: int) -> tuple[Any, list[SampleArguments]]:
-    """The structure of a call of the root, hashable, and its arguments by sample for every grouping into units."""
+    """(structure of a call of the root, hashable; its arguments by sample, once for every grouping into units)."""
     given = model.batch_size is not None
     found = []
     for ids in model.groupings():
@@ -37,17 +37,17 @@ def structure_of(model: TappedModel, args: Any, kwargs: Any, batch: int) -> tupl
 
 
 def _number(module: nn.Module) -> int:
-    """A number that no other module has or had; an `id` is given again once its module is gone."""
+    """A number that no other module of this process ever had; an `id` is reused once its module is gone."""
     return _numbers.setdefault(module, next(_count))
 
 
 def _flags(module: nn.Module) -> list[Any]:
-    """Truth values that a forward may branch on: the mode, and the user's own. Numbers and strings may count or log."""
+    """Boolean attributes of a module on which its forward may branch: `training` and the user's own."""
     return [value for key, value in vars(module).items() if type(value) is bool and key != "_is_full_backward_hook"]
 
 
 def _hooks(module: nn.Module) -> list[Any]:
-    """The code of a user's hooks on a module, or the numbers that torch gives out once each."""
+    """Identifies a user's hooks on a module: the code of each, or the number that torch gave it."""
     several = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     return [
         getattr(hook, "__code__", number)

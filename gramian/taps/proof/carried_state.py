@@ -10,7 +10,7 @@ from gramian.taps.proof.proof_runs import Refuted
 
 
 def refuse_buffers(one: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]) -> None:
-    """Raise Refuted for a buffer, of {name: value} that each run changed, that differs after runs on different samples."""
+    """Raise Refuted if a changed buffer differs between `one` and `other`, {name: value} after runs on different samples."""
     for name in sorted(one.keys() | other.keys()):
         if not same_values(one.get(name), other.get(name)):
             raise Refuted(
@@ -20,7 +20,7 @@ def refuse_buffers(one: Mapping[str, Tensor | None], other: Mapping[str, Tensor 
 
 
 def changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Names of attributes that have different values after runs on different samples."""
+    """Sorted names whose values differ between `one` and `other`, {attribute: value} after runs on different samples."""
     return [name for name in sorted(one.keys() | other.keys()) if not same_values(one.get(name), other.get(name))]
 
 

@@ -16,14 +16,14 @@ from torch import Tensor
 
 @dataclass
 class Written:
-    """The tensors and numbers of arguments, in the order of their text."""
+    """Tensors, integers and reals of some arguments, in the order of their placeholders in the text that `write` returns."""
 
     tensors: list[Tensor] = field(default_factory=list)
     integers: list[int] = field(default_factory=list)
     reals: list[float] = field(default_factory=list)
 
     def write(self, value: Any) -> str:
-        """Return the text of a value and append its numbers and tensors to the lists; "?" stands for what cannot be passed."""
+        """Return a value as text and append its tensors and numbers to the lists; "?" stands for what a graph cannot pass."""
         if isinstance(value, Tensor):
             self.tensors.append(value)
             return "'t'"
@@ -47,7 +47,7 @@ class Written:
 
 
 def read(text: str, tensors: Sequence[Tensor], integers: Sequence[int], reals: Sequence[float]) -> Any:
-    """Return the arguments that were written; raise ValueError if one could not be passed."""
+    """Rebuild the arguments from the text and lists of `Written`; ValueError if one could not be passed."""
     return _read(ast.literal_eval(text), {"t": iter(tensors), "i": iter(integers), "f": iter(reals)})
 
 
@@ -66,9 +66,9 @@ def _read(value: Any, lists: dict[str, Iterator[Any]]) -> Any:
 
 
 def apart_from_the_graph(function: Callable[[], None]) -> None:
-    """Run a function outside of the compiled graph under way: in a thread of its own, where autograd records as usual.
+    """Run `function` outside the compiled graph that is running: in another thread, where autograd records as usual.
 
-    The autocast state, the device and its stream are those of the caller; an error is raised here.
+    The thread has the caller's autocast state, device and stream; an error in it is raised here.
     """
     kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]

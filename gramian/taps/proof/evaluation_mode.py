@@ -18,11 +18,11 @@ _DROPOUT = {
     F.alpha_dropout: "training", F.feature_alpha_dropout: "training", torch.dropout: "train",
     torch.alpha_dropout: "train", torch.feature_dropout: "train", torch.feature_alpha_dropout: "train",
 }  # fmt: skip
-"""{function: its flag, the third argument}."""
+"""{dropout function: name of its training flag, the third argument}."""
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Functions of dropout return their input, and attention drops nothing out."""
+    """Torch function mode in which dropout functions return their input and attention drops nothing out."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         named: dict[str, Any] = dict(kwargs or {})
@@ -36,13 +36,13 @@ class _WithoutDropout(TorchFunctionMode):
 
 
 def _with(named: Mapping[str, Any], flag: str, given: bool) -> dict[str, Any]:
-    """Keyword arguments with the flag off, unless it is a positional argument."""
+    """Keyword arguments `named` with the training flag `flag` set to False, unless it was given as a positional argument."""
     return dict(named) if given else {**named, flag: False}
 
 
 @contextmanager
 def evaluating(root: nn.Module) -> Iterator[None]:
-    """Run without dropout and with modules in evaluation mode; afterwards each module is in the mode it was in."""
+    """Context manager: no dropout, all modules of `root` in evaluation mode; afterwards each has its own mode again."""
     modes = [(module, module.training) for module in root.modules()]
     for module, _ in modes:
         module.training = False

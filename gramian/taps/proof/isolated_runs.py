@@ -14,10 +14,11 @@ from gramian.taps.model.run_eagerly import run_eagerly
 
 @contextmanager
 def undisturbed(root: nn.Module, arguments: Iterable[Any]) -> Iterator[None]:
-    """Restore the model afterwards; inside, compiled modules run eagerly and checkpoints around the model see nothing.
+    """Context manager for runs of a proof: restores the model afterwards; inside, compiled modules run eagerly.
 
-    Weights that are all zero are random inside: behind them no gradient would flow, and nothing could be shown. Generators
-    among the model's arguments are restored too.
+    Hooks of saved tensors around the model (checkpoints) see nothing. Weights that are all zero are random inside: no
+    gradient
+    would flow through them. Generators among the model's arguments are restored too.
     """
     with (
         preserve_state(root, counters=True, arguments=arguments),
@@ -32,7 +33,7 @@ def undisturbed(root: nn.Module, arguments: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def zeros_filled(root: nn.Module) -> Iterator[None]:
-    """Replace weight matrices that are all zero by random ones, and put the zeros back."""
+    """Context manager: weight matrices that are all zero have random values inside, and are zero again afterwards."""
     weights = [local(p.detach()) for p in root.parameters() if p.requires_grad and p.is_floating_point() and p.numel()]
     zeros = [w for w in weights if w.numel() and w.dim() > 1 and not bool(w.any())]
     for number, weight in enumerate(zeros):

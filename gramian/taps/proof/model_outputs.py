@@ -33,7 +33,7 @@ def left_in_attributes(root: nn.Module, before: Collection[int], returned: Seque
 
 
 def rows_of(output: Tensor, samples: SampleArguments) -> int:
-    """Rows of an output that belong to one sample; 0 if its first axis is not a multiple of B, or units share its rows."""
+    """Rows of an output per sample; 0 if its first axis is not a multiple of B, or tokens of a row have different units."""
     units = samples.units
     if units is not None and units.ids.dim() == 2 and output.shape[:2] != units.ids.shape:
         return 0

@@ -16,24 +16,24 @@ from gramian.taps.proof.sample_arguments import SampleArguments
 
 @dataclass
 class OutputKinds:
-    """Numbers of the outputs of each kind, set by `choose_rows` on the outputs of the untapped run."""
+    """Indices of the differentiable outputs of each kind (rows, attributes, scalars, odd); `choose_rows` fills the lists."""
 
     samples: SampleArguments
     runs: ProofRuns
     rows: list[int] = field(default_factory=list)
     attributes: list[int] = field(default_factory=list)
-    """Rows of samples that the model does not return but leaves in attributes; a loss may ignore them."""
+    """Indices of tensors with rows of samples that the model leaves in attributes of modules; a loss may ignore them."""
     scalars: list[int] = field(default_factory=list)
     odd: dict[int, str] = field(default_factory=dict)
-    """{output of any other shape: which one it is, and its shape}."""
+    """{index of an output of any other shape: its name and shape, as text for an error}."""
 
     def choose_all(self, outputs: list[Tensor], but: Collection[int] = ()) -> list[int]:
-        """All outputs that can have a cotangent, except those in `but`."""
+        """Sort the outputs by kind and return the indices of all with rows or a single number, except those in `but`."""
         self.choose_rows(outputs)
         return [i for i in (*self.rows, *self.attributes, *self.scalars) if i not in but]
 
     def choose_rows(self, outputs: list[Tensor]) -> list[int]:
-        """Outputs with rows of samples, which are proven together; where there is none, the first single number."""
+        """Sort the outputs by kind; returns the indices of those with rows of samples; if none, of the first single number."""
         differentiable = [i for i, y in enumerate(outputs) if y.requires_grad]
         with_rows = [i for i in differentiable if rows_of(outputs[i], self.samples)]
         self.rows = [i for i in with_rows if i < self.runs.returned]
@@ -51,7 +51,7 @@ class OutputKinds:
         return self.rows or self.scalars[:1]
 
     def couples(self, number: int, failure: Exception) -> str:
-        """The reason why an output is not proven, with the remedy for a mean over tokens."""
+        """Text for an error: output `number` mixes samples (`failure`), with the remedy where a mean over tokens does."""
         reason = f"{self.runs.titles[number]} couples samples ({failure})"
         if not counts_differ(self.samples):
             return reason
@@ -63,5 +63,5 @@ class OutputKinds:
 
 
 def counts_differ(samples: SampleArguments) -> bool:
-    """True if samples differ in how many of their tokens count."""
+    """True if samples have different numbers of tokens that count (labels other than −100, mask other than 0)."""
     return any(kind != "values" for _, kind in samples.uneven())

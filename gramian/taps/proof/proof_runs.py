@@ -26,48 +26,49 @@ from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.tapped_model import Call, TappedModel
 
 HALF = 1e-4
-"""ε of half precision and narrower is above it."""
+"""Threshold on the machine ε of a dtype: half precision and narrower dtypes lie above it."""
 Source = Sequence[int] | Tensor
-"""Which sample, or which token [B, T], stands in each place."""
+"""For each place in the batch the sample that stands there, [B], or for each token place the token, [B, T]."""
 SCALE = 0.5
-"""Times all cotangents of the untapped run: under a mean, a sample has 1/B of its gradient only if the backward is linear."""
+"""Factor of all cotangents in the untapped run: its gradients are then half of the tapped run's only if the backward is
+linear in the loss."""
 SAMPLED = 4096
-"""Values of a frozen parameter that are compared before and after a forward."""
+"""Number of values of a frozen parameter that are compared before and after a forward."""
 SecondAxis = Literal["certain", "later", "all"]
 Execute = Callable[[Any], Any]
-"""Runs the model, or a loss behind it, on arguments."""
+"""Function that runs the model, or a loss behind it, on arguments and returns the outputs."""
 
 
 class Refuted(Exception):  # noqa: N818
-    """A run showed that rows cannot be attributed; the message names the layer and what was seen."""
+    """Raised if a run of a proof shows that rows cannot be attributed; names the layer and what was seen."""
 
 
 def refuse(failure: Refuted) -> NoReturn:
-    """Raise a failed proof as the user's error."""
+    """Raise a failed proof as the GramianError that the user sees."""
     raise GramianError(str(failure)) from failure.__cause__
 
 
 @dataclass
 class TappedRun:
-    """The results of one run of the tapped model."""
+    """Results of one run of the tapped model: fingerprints of rows and outputs, calls, and the state that it changed."""
 
     rows: dict[Key, Fingerprint]
     sides: dict[Key, str]
     outputs: list[Fingerprint]
     calls: list[Call]
     drew: bool
-    """True if a random number was drawn."""
+    """True if the run drew a random number."""
     recorder: Recorder
     buffers: dict[str, Tensor | None]
     """Values of the buffers that the run changed."""
     remembered: dict[str, Any]
-    """Values of attributes of modules that the run changed, where sums were asked for or the model is private."""
+    """Values of attributes of modules that the run changed; collected if `sums` was set or the model is private."""
 
     @property
     def rounding(self) -> float:
-        """Rounding of sums of the largest terms: 64 ε · largest input · largest output gradient; 0 in half precision.
+        """Rounding error of sums of the largest terms: 64 ε · largest input · largest output gradient; 0 in half precision.
 
-        There it would be half of these terms themselves. Indices of tables are not multiplied with anything.
+        In half precision it would be half of these terms themselves. Indices of tables are not multiplied with anything.
         """
         sides: dict[str, float] = {"input": 1.0, "output gradient": 0.0, "sum over calls": 0.0}
         for key, fingerprint in self.rows.items():
@@ -78,7 +79,7 @@ class TappedRun:
 
 
 class ProofRuns:
-    """Runs one call of a model, on the batch or with other samples in its places."""
+    """Runs forwards and backwards of one call of a model, on the batch or with other samples in its places."""
 
     def __init__(
         self,
@@ -94,10 +95,12 @@ class ProofRuns:
         Args:
             model: the tapped model.
             execute: runs the model, or the loss, on arguments.
-            samples: the arguments.
-            seed: of the cotangents and fingerprints.
-            second_axis: which outputs of the model have their samples on axis 1 (states of recurrent layers): those whose axis
-                1 is B and whose axis 0 cannot hold them ("certain"), or all whose axis 1 is B, with or without the first.
+            samples: the arguments by sample.
+            seed: seed of the cotangents and fingerprints.
+            second_axis: which outputs of the model have their samples on axis 1 (states of recurrent layers): those whose
+            axis
+                1 is B and whose axis 0 is no multiple of B ("certain"), all whose axis 1 is B ("all"), or all but output 0
+                ("later").
             beginning: the state from which every run begins; None: the present one.
         """
         self._model, self._execute, self._samples, self._seed = model, execute, samples, seed
@@ -105,34 +108,35 @@ class ProofRuns:
         self._beginning = beginning or InitialState(self._root, samples.leaves)
         self.count = 0
         self.cotangents: list[Tensor | None] = []
-        """The cotangent of every output, in the order of the batch; None: no backward goes through it."""
+        """Cotangent of every output, samples in the order of the batch; None: no backward goes through the output."""
         self.row_outputs: set[int] = set()
-        """Numbers of the outputs that have rows of samples."""
+        """Indices of the outputs that have rows of samples."""
         self.second_axis = second_axis
         self.ambiguous_outputs = False
         """True if an output has B on its axis 1, and a multiple of B on axis 0."""
         self._second: set[int] = set()
-        """Numbers of the outputs whose samples lie on axis 1."""
+        """Indices of the outputs whose samples lie on axis 1."""
         self.returned = 0
-        """The model returns the outputs before this number; a loss may read the rest from attributes of its modules."""
+        """Number of outputs that the model returns; later ones were left in attributes of modules, where a loss may read them.
+        """
         self.titles: list[str] = []
-        """The description of each output in error messages."""
+        """Name of each output in error messages."""
         self.shared: set[str] = set()
         """Layers whose one row was expanded to a row for each sample."""
 
     @property
     def everyone(self) -> range:
-        """Each sample in its own place."""
+        """The batch as it is, as a source: place i has sample i."""
         return range(self._samples.batch)
 
     def rows_of(self, output: Tensor) -> int:
-        """Rows of an output that belong to one sample (`model_outputs.rows_of`)."""
+        """Rows of an output per sample; 0 if its first axis is not a multiple of B, or rows belong to several units."""
         return rows_of(output, self._samples)
 
     def untapped(
         self, choose: Callable[[list[Tensor]], Sequence[int]]
     ) -> tuple[list[Fingerprint], dict[str, Tensor | None]]:
-        """Run the untapped model, and set the cotangents of the outputs whose numbers are chosen.
+        """Run the untapped model, and draw the cotangents of the outputs whose indices `choose(outputs)` returns.
 
         Returns:
             Fingerprints of all outputs, and SCALE times the gradient of every weight.
@@ -155,7 +159,7 @@ class ProofRuns:
     def on(
         self, arguments: Any, cotangents: Callable[[list[Tensor]], list[tuple[Tensor, Tensor]] | None]
     ) -> dict[str, Tensor | None] | None:
-        """Gradients of the untapped model on other arguments; None if `cotangents` finds that its outputs do not fit."""
+        """Gradients {parameter: tensor} of the untapped model on other arguments; None if `cotangents(outputs)` is None."""
         self._begin()
         with self._model.untapped() as weights:
             outputs = self._outputs(arguments)
@@ -166,13 +170,13 @@ class ProofRuns:
     def tapped(
         self, source: Source, *, sums: bool = False, alone: Sequence[int] = (), forget: bool = True
     ) -> TappedRun:
-        """Run the tapped model on other samples, each with its own cotangent.
+        """Run the tapped model with the samples of `source` in the places of the batch, each with its own cotangent.
 
         Args:
             source: the sample, or token, in each place.
-            sums: sketch the sums of the parameters' gradients.
-            alone: units whose own gradients are sketched.
-            forget: False to start from what modules remember of the run before.
+            sums: True to record projections of each parameter's gradient summed over samples.
+            alone: units whose own gradients are recorded by projections.
+            forget: False to start from the attributes of modules that the run before left.
 
         Raises:
             Refuted: if outputs have other shapes, or the model fails on rows that were expanded.
@@ -197,12 +201,12 @@ class ProofRuns:
         return TappedRun(recorder.rows, recorder.sides, prints, calls, drew, recorder, buffers, remembered)
 
     def _outputs(self, arguments: Any) -> list[Tensor]:
-        """The outputs of the model, with samples on axis 0 also where the model has them on axis 1."""
+        """Outputs of the model on these arguments, with samples moved to axis 0 where the model has them on axis 1."""
         found = self._results(arguments)
         return [y.movedim(1, 0) if number in self._second else y for number, y in enumerate(found)]
 
     def _results(self, arguments: Any) -> list[Tensor]:
-        """The tensors that the model returns, then those that it leaves in attributes."""
+        """The tensors that the model returns on these arguments, then those that it leaves in attributes."""
         before = {id(t) for t in graph_tensors(self._root).values()}
         returned = output_tensors(self._execute(arguments))
         left = left_in_attributes(self._root, before, returned)
@@ -226,7 +230,7 @@ class ProofRuns:
         self._beginning.restore(forget=forget)
 
     def _pairs(self, outputs: list[Tensor], source: Source) -> tuple[list[tuple[Tensor, Tensor]], list[int]]:
-        """Outputs and their cotangents, and the numbers of outputs that do not fit theirs."""
+        """(output, cotangent) of every output with a cotangent, and the indices of outputs of another shape than theirs."""
         pairs, misfits = [], []
         for number, (y, g) in enumerate(zip(outputs, self.cotangents, strict=False)):
             if g is None or not y.requires_grad:
@@ -260,7 +264,7 @@ class ProofRuns:
         return self.samples_of(cotangent, list(source))
 
     def samples_of(self, cotangent: Tensor, samples: Sequence[int]) -> Tensor:
-        """The rows of some samples, in their order."""
+        """Rows of a cotangent that belong to these samples, in the order in which they are given."""
         index = torch.tensor(list(samples), device=cotangent.device)
         grouped = cotangent.reshape(self._samples.batch, -1, *cotangent.shape[1:])
         return grouped.index_select(0, index).flatten(0, 1)
@@ -268,7 +272,7 @@ class ProofRuns:
 
 @contextmanager
 def blamed_on(expanded: set[str]) -> Iterator[None]:
-    """Refuse a failure of the user's code by the names of the layers whose one row was expanded, if there are any."""
+    """Context manager: a failure of the user's code becomes Refuted, naming the layers whose one row was `expanded`, if any."""
     try:
         yield
     except GramianError:
@@ -283,7 +287,7 @@ def blamed_on(expanded: set[str]) -> Iterator[None]:
 
 
 def _values(parameters: dict[str, nn.Parameter]) -> Tensor:
-    """Checksums of the first values of floating-point parameters, and 0 for other ones."""
+    """Checksums of the first SAMPLED values of each floating-point parameter, and 0 for other ones."""
     tensors = [local(p.detach()) for p in parameters.values()]
     compared = [t.is_floating_point() and t.element_size() > 1 and not t.is_meta for t in tensors]
     found = [t.contiguous() if fits else torch.empty(0) for t, fits in zip(tensors, compared, strict=True)]
@@ -291,7 +295,7 @@ def _values(parameters: dict[str, nn.Parameter]) -> Tensor:
 
 
 def _refuse_written(frozen: dict[str, nn.Parameter], before: Tensor) -> None:
-    """Parameters are too large to copy, so that a forward which writes into one (an EMA teacher inside) cannot begin again."""
+    """Raise GramianError for a frozen parameter whose values differ from `before`: the forward wrote into it."""
     for name, changed in zip(frozen, (_values(frozen) != before).tolist(), strict=True):
         if changed:
             raise GramianError(
@@ -309,10 +313,10 @@ def _gradients(pairs: Sequence[tuple[Tensor, Tensor]], weights: dict[str, Tensor
 
 
 def _grad(pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Gradients with respect to some inputs.
+    """Gradients of (output, cotangent) pairs with respect to `inputs`, without the user's gradient hooks.
 
     Raises:
-        GramianError: for a checkpoint that cannot be differentiated in this way.
+        GramianError: for a reentrant checkpoint, which cannot be differentiated in this way.
     """
     if not pairs:
         return [None] * len(inputs)

@@ -31,37 +31,37 @@ from gramian.taps.tapped_model import Call, TappedModel
 
 @dataclass
 class Proven:
-    """What was shown on a batch, for the record."""
+    """Result of a row proof on one batch: which calls and outputs it covers, and how it was shown."""
 
     calls: frozenset[Call]
     shared: frozenset[str]
-    """Layers that see one row for all samples, which may be expanded."""
+    """Layers that see one row for all samples, and whose output may be expanded to a row for each sample."""
     units: int
     runs: int
     reversal: bool
-    """True if the reversed batch was compared."""
+    """True if a run of the reversed batch was compared."""
     alone: str
-    """"slice" or "collated", with an addition, or the reason why no unit ran alone."""
+    """How units ran alone: "slice" or "collated", perhaps "…, beside a copy of itself"; or the reason why none did."""
     fixed: tuple[int, ...] = ()
-    """Arguments whose first axis is B by chance, and which were left alone."""
+    """Indices of arguments whose first axis has size B by chance, and which therefore carry no samples."""
     open_outputs: dict[int, str] = field(default_factory=dict)
-    """{number of an output: which one it is, and why it was not proven}: no backward may go through it."""
+    """{index of an output: its name, and why it was not proven}: no backward may go through it."""
     exact: bool = True
-    """True if rows were unchanged bit for bit."""
+    """True if rows of samples that stayed were equal bit for bit in all runs."""
     silent: frozenset[Call] = frozenset()
-    """Calls whose output gradient was zero."""
+    """Calls whose output gradient was zero in this proof, so that nothing was shown about them."""
     partition: tuple[int, ...] | None = None
     """The grouping of rows into units, where rows of one unit depend on each other: other groupings are not proven."""
     unpadded: tuple[Any, ...] | None = None
-    """Sizes of a batch in which the loader padded no sample; batches of other sizes are still to be proven with padding."""
+    """Sizes of a batch in which the loader padded no sample; other sizes are still to be proven with padding. Else None."""
     stateful: bool = False
     """True if a forward changes buffers or attributes of the model."""
     shows: bool = True
-    """False if no sample had a gradient, or one was not finite, so that the next batch has to show what this one did not."""
+    """False if no sample had a gradient, or one was not finite, so that a later batch must be proven."""
 
 
 class Prover:
-    """Proves one call of a model, or of a loss behind it."""
+    """Runs the parts of the row proof (sums, replacements, order, single units) for one call of a model, or of a loss."""
 
     def __init__(
         self,
@@ -77,26 +77,26 @@ class Prover:
         """Number the units at random; nothing runs yet.
 
         Args:
-            model: this, `execute`, `samples`, `second_axis` and `beginning` as in `ProofRuns`.
+            model: the tapped model.
             execute: runs the model, or the loss, on arguments.
-            samples: the arguments.
+            samples: the arguments by sample.
             seed: seed of the numbering, the replacements and the cotangents.
-            lone: gives some samples as a loader would collate them alone; none: a slice is taken.
-            second_axis: outputs with samples on axis 1.
-            beginning: the state from which every run begins.
+            lone: returns some samples as a loader would collate them alone; if empty, a slice of the batch is taken.
+            second_axis: which outputs have their samples on axis 1 (see `ProofRuns`).
+            beginning: the state from which every run begins; None: the present one.
         """
         self._root, self._samples, self._units, self._find_lone = model.root_module, samples, samples.units, lone
         self._draw, self._private = random.Random(seed), model.rule.withholds
         self.runs = ProofRuns(model, execute, samples, seed, second_axis, beginning)
         self._compare = RowComparison(self.runs)
         self.fits_alone = False
-        """True if a sample alone ran with all of every input that carries no samples."""
+        """True if a sample ran alone with every input that carries no samples unchanged."""
         self._unread: set[str] = set()
-        """Attributes that store samples, and that no later batch depends on."""
+        """Attributes that store samples, but on which no later batch depends."""
         self._contents = samples.contents()
         self._count = samples.batch if self._units is None else self._units.count
         self._numbers = self._draw.sample(range(self._count), self._count)
-        """The random numbering of units."""
+        """The random number of each unit."""
 
     @property
     def open(self) -> bool:
@@ -104,11 +104,11 @@ class Prover:
         return len(set(self._contents)) < 2
 
     def prove(self, choose: Callable[[list[Tensor]], Sequence[int]], *, sums_only: bool = False) -> Proven:
-        """Prove some outputs together.
+        """Run the proof for some outputs together.
 
         Args:
-            choose: gives the numbers of the outputs that get a cotangent.
-            sums_only: True for part 1 alone.
+            choose: returns the indices of the outputs that get a cotangent, from the outputs.
+            sums_only: True to show only that the taps' sums are autograd's gradients (part 1).
 
         Raises:
             Refuted: naming the layer and what was seen.
@@ -147,7 +147,7 @@ class Prover:
     # ---- replacements ----------------------------------------------------------------------------------------------
 
     def separating_sets(self) -> list[set[int]]:
-        """Sets of units such that for every ordered pair some set has the second and not the first."""
+        """2⌈log₂ U⌉ sets of units such that for every ordered pair (i, j) of units some set has j and not i."""
         bits = max(1, (self._count - 1).bit_length())
         return [
             {unit for unit, number in enumerate(self._numbers) if number >> bit & 1 == value}
@@ -156,10 +156,10 @@ class Prover:
         ]
 
     def separate(self, base: TappedRun, replaced: set[int]) -> None:
-        """Replace some units; the rows of all units that stay must not change.
+        """Run the batch with the units in `replaced` replaced; the rows of all others must be those of the run `base`.
 
         Raises:
-            Refuted: if they do.
+            Refuted: if a row of a unit that stayed changes.
         """
         source: Source
         if self._units is not None and self._units.ids.dim() == 2:
@@ -184,7 +184,7 @@ class Prover:
             )
 
     def _other_tokens(self, replaced: set[int]) -> Tensor:
-        """For every token of the replaced units another token of the batch: [B, T]."""
+        """For each token place [B, T] the token to put there: another token of the batch for replaced units, else itself."""
         assert self._units is not None
         ids_BT = self._units.ids.cpu()
         places = torch.arange(ids_BT.numel())
@@ -213,12 +213,12 @@ class Prover:
     # ---- order, and units alone ------------------------------------------------------------------------------------
 
     def _reorder(self, base: TappedRun, chosen: Sequence[int], lone: Sequence[UnitAlone]) -> tuple[bool, str]:
-        """Compare with the reversed batch, and with units alone.
+        """Compare the run `base` with one of the reversed batch, and with runs of single units (`lone`).
 
-        Where random numbers were drawn, both run in evaluation mode: of a sample alone other units would drop out.
+        Where random numbers were drawn, both run in evaluation mode: a sample alone would draw another dropout mask.
 
         Returns:
-            Whether the batch was reversed, and how units were alone.
+            Whether the reversed batch was compared, and how units ran alone.
         """
         if base.drew:
             with evaluating(self._root):
@@ -253,7 +253,7 @@ class Prover:
             )
 
     def _lone(self, among: Sequence[int]) -> list[UnitAlone]:
-        """Units that are run alone: the loader's choice, else the first of the numbering; none if units share rows."""
+        """Units of `among` to run alone: the loader's choice, else the first in the numbering; none if units share rows."""
         collated = self._find_lone(among) if self._units is None else []
         if collated:
             return [UnitAlone(one.row, [one.row], one) for one in collated]
@@ -268,14 +268,14 @@ class Prover:
         return self._units.ids.tolist() if self._units.ids.dim() == 1 else []
 
     def _unpadded(self, lone: Sequence[UnitAlone]) -> tuple[Any, ...] | None:
-        """Sizes of the batch if samples alone, as the loader collates them, have the same; else None."""
+        """Sizes of the batch if every sample that the loader collated alone has the same sizes; else None."""
         sizes, collated = self._samples.sizes, [unit.collated for unit in lone if unit.collated is not None]
         alone = [self._samples.of_one(one.arguments).sizes for one in collated]
         return sizes if alone and all(one == sizes for one in alone) else None
 
     @staticmethod
     def _with_gradient(base: TappedRun) -> set[int]:
-        """Units for which some output gradient is not zero."""
+        """Units whose output gradient is not zero in some call of the run `base`."""
         sides = [rows for key, rows in base.rows.items() if base.sides[key] != "input"]
         return {int(unit) for rows in sides for unit in (rows.projections_RK != 0).any(1).nonzero().flatten()}
 

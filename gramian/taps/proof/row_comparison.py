@@ -1,6 +1,7 @@
-"""Comparison of two runs of a proof: are rows unchanged, and are the taps' sums autograd's, up to rounding.
+"""Comparison of two runs of a proof: are rows unchanged, and are the taps' sums autograd's gradients, up to rounding.
 
-Rows are compared bit for bit where two equal runs are equal and every call has the same rows. Elsewhere (experts, ragged rows,
+Rows are compared bit for bit where two equal runs are equal and every call has the same rows. Elsewhere (experts, ragged
+rows,
 atomic additions) they may be apart by 4 times the difference of two equal runs, or by 64 ε of the tensor's largest value.
 """
 
@@ -17,25 +18,25 @@ from gramian.taps.sites.generic import REPRODUCES
 
 ONE_ROW = "; or a batch axis of 1 where a layer sees no sample: positions of shape [1, T], not [T]"
 ROUNDING = 64
-"""Rounding errors of the largest value by which rows may differ where bits cannot be equal."""
+"""Where bits cannot be equal, rows may differ by this many ε of the tensor's largest value."""
 ROUNDING_OF_HALF = 8
-"""The same in half precision, where 64 would be half of the value."""
+"""The same number of ε for half precision, where 64 ε would be half of the value."""
 EQUAL = {dtype: ROUNDING * torch.finfo(dtype).eps for dtype in REPRODUCES}
-"""Largest relative difference between two runs on the same samples, by dtype."""
+"""Largest relative difference between two runs on the same samples, by dtype: 64 ε."""
 
 
 class RowComparison:
-    """Compares runs of one proof."""
+    """Compares runs of one proof with each other: their rows, outputs and gradient sums."""
 
     def __init__(self, runs: ProofRuns) -> None:
-        """Nothing is compared yet."""
+        """Store the runs; nothing is compared yet."""
         self._runs = runs
         self._repeated: TappedRun | None = None
-        """A second run of the batch as it is, made when bits first differ."""
+        """A second run of the batch as it is, made when bits first differ; None before."""
 
     @property
     def exact(self) -> bool:
-        """True if rows were equal bit for bit in all comparisons."""
+        """True if rows were equal bit for bit in all comparisons so far."""
         return not self._repeated
 
     def first_change(
@@ -46,13 +47,13 @@ class RowComparison:
         places: Sequence[int],
         tolerances: Mapping[torch.dtype, float] | None = None,
     ) -> tuple[str, str] | None:
-        """The first tensor of which a row changed, for an error message, and advice; None: all rows are unchanged.
+        """(text naming the first tensor of which a row differs between two runs, advice); None: no row differs.
 
         Args:
-            base: the batch as it is.
+            base: the run of the batch as it is.
             run: another run.
-            rows: rows of the first that are compared.
-            places: where the second has them.
+            rows: rows of `base` that are compared.
+            places: the rows of `run` that they are compared with.
             tolerances: relative, by dtype; None: bit for bit, or as far as two equal runs are apart.
         """
         if base.rows.keys() != run.rows.keys():
@@ -77,7 +78,7 @@ class RowComparison:
         return None
 
     def compare_outputs(self, untapped: list[Fingerprint], base: TappedRun) -> None:
-        """Raise Refuted if the tapped model returns something else than the untapped one."""
+        """Raise Refuted if the outputs of the tapped run `base` differ from those of the untapped run."""
         runs = self._runs
         for number, (one, other) in enumerate(zip(untapped, base.outputs, strict=True)):
             same = one.shape == other.shape and len(one.hashes_R) == len(other.hashes_R)
@@ -100,10 +101,10 @@ class RowComparison:
                 )
 
     def compare_sums(self, base: TappedRun, gradients: dict[str, Tensor | None]) -> bool:
-        """True if the taps' sums are autograd's `gradients`; False if they are not finite, so that nothing was shown.
+        """True if the taps' gradient sums agree with autograd's; False if one is not finite, so that nothing was shown.
 
         Raises:
-            Refuted: naming a parameter whose sum is not autograd's.
+            Refuted: naming a parameter whose sum differs; `gradients` are SCALE times autograd's.
         """
         halved = sketches_of(gradients)
         bad = disagreement(base.recorder.totals, halved, AGREES, floor=base.rounding, factors=(SCALE,))
@@ -116,7 +117,7 @@ class RowComparison:
         return all(sketch.finite for sketch in (*base.recorder.totals.values(), *halved.values()))
 
     def _pairs(self, base: TappedRun, run: TappedRun) -> list[tuple[str, Fingerprint, Fingerprint, "Key | int"]]:
-        """Titled tensors of both runs: inputs in the order of the forward, output gradients, joined calls, outputs."""
+        """(title, tensor of `base`, of `run`, key): of inputs, output gradients, sums over calls, outputs, in this order."""
         pairs: list[tuple[str, Fingerprint, Fingerprint, Key | int]] = [
             (f"{key[1] or 'model'}: the {base.sides[key]}", base.rows[key], run.rows[key], key)
             for side in ("input", "output gradient", "sum over calls")
@@ -128,9 +129,9 @@ class RowComparison:
         return pairs + [(f"{runs.titles[i]}: the row", *both, i) for i, both in outputs if i in with_gradient]
 
     def _allowed(self, base: TappedRun, run: TappedRun, key: "Key | int", one: Fingerprint) -> float:
-        """How far apart rows may be: −1 (not at all) where two equal runs are equal and every call has the same rows.
+        """Largest difference allowed between rows: −1 (none) where two equal runs are equal and calls have the same rows.
 
-        Inputs and outputs are compared bit for bit where two equal forwards are, whatever their backwards do.
+        Inputs and outputs are compared bit for bit where two equal forwards are equal, whatever their backwards do.
         """
         if self._repeated is None:
             self._repeated = self._runs.tapped(self._runs.everyone)
@@ -145,7 +146,7 @@ class RowComparison:
 
 
 def _sees_no_sample(base: TappedRun, run: TappedRun, key: "Key | int") -> bool:
-    """True if all inputs of a call are the same in both runs, whatever the samples are."""
+    """True if all inputs of the call `key` are equal in two runs on different samples."""
     inputs = [k for k, side in base.sides.items() if side == "input" and not isinstance(key, int) and k[:3] == key[:3]]
     return bool(inputs) and all(torch.equal(base.rows[k].hashes_R, run.rows[k].hashes_R) for k in inputs)
 

@@ -1,6 +1,7 @@
 """Fingerprints of rows: a hash that is equal for equal bits, and random projections that measure how far rows are apart.
 
-Legend: R rows (samples or units), S positions and D features of a row, K projections. A tensor [R, …, D] is read as [R, S, D].
+Shapes: R rows (samples or units), S positions and D features of a row, K projections. A tensor [R, …, D] is read as [R, S,
+D].
 """
 
 import math
@@ -18,23 +19,23 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A tensor of R rows, reduced to about 40 bytes a row."""
+    """A tensor of R rows, reduced to a hash and K projections of each row (about 40 bytes), to compare rows of two runs."""
 
     hashes_R: Tensor
-    """64 bits of each row's own bits, on the CPU: equal rows have equal hashes, different ones with probability 2⁻⁶⁴."""
+    """64-bit hash of each row, on the CPU: equal rows have equal hashes, different ones with probability 2⁻⁶⁴."""
     projections_RK: Tensor
-    """Each row on K random directions of expected squared length 1, float64, on the CPU: a row off by δ everywhere moves each
-    projection by about δ."""
+    """Projection of each row on K random directions of expected squared length 1, float64, on the CPU: a row that changes by δ
+    everywhere changes each projection by about δ."""
     largest: float
-    """Largest absolute value among finite ones."""
+    """Largest absolute value among the finite ones of the tensor."""
     eps: float
-    """ε of the tensor's dtype; 0 for integers."""
+    """Machine ε of the tensor's dtype; 0 for integers."""
     shape: tuple[int, ...]
     """Shape of one row."""
 
     @classmethod
     def of(cls, t: Tensor, seed: int) -> "Fingerprint":
-        """Fingerprint of [R, …] under a seed. One pass over the tensor, in pieces; nothing of its size is stored."""
+        """Fingerprint of a tensor [R, …] under a seed. One pass over the tensor, in parts; nothing of its size is stored."""
         t = t.detach()
         if t.is_complex():
             t = torch.view_as_real(t)
@@ -60,7 +61,7 @@ class Fingerprint:
         return cls(hashes_R.cpu(), found_RK.cpu(), largest, eps, tuple(t.shape[1:]))
 
     def moved(self, other: "Fingerprint") -> Tensor:
-        """Root mean square over the projections of every row's difference to the other: [R]."""
+        """Root mean square, over the K projections, of the difference of each row to the same row of `other`: [R]."""
         apart: Tensor = (self.projections_RK - other.projections_RK).square().mean(1).sqrt()
         return apart.nan_to_num(torch.inf)
 
@@ -74,7 +75,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _largest(real: Tensor) -> float:
-    """Largest absolute value among finite ones. One pass where all are finite."""
+    """Largest absolute value among finite ones, 0 if there are none. One pass where all are finite."""
     if not real.numel():
         return 0.0
     largest = float(torch.linalg.vector_norm(real, torch.inf))
@@ -82,13 +83,13 @@ def _largest(real: Tensor) -> float:
 
 
 def _mixed(hashes: Tensor) -> Tensor:
-    """Mix the bits, so that sums of hashes depend on each of them."""
+    """Mix the bits of 64-bit hashes, so that a sum of hashes depends on every bit."""
     return hashes.bitwise_xor(hashes >> 29).mul(0x2545F4914F6CDD1D)
 
 
 @lru_cache(maxsize=64)
 def _weights(seed: int, count: int, device: torch.device) -> Tensor:
-    """Odd random integers: [N]."""
+    """Odd random 64-bit integers [count], by seed: the weights of the hash."""
     generator = torch.Generator().manual_seed(seed & (2**63 - 1))
     drawn = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator)
     return drawn.bitwise_or(1).to(device)
@@ -96,7 +97,7 @@ def _weights(seed: int, count: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _directions(seed: int, count: int, device: torch.device) -> Tensor:
-    """Normal numbers over √N: [N, K]."""
+    """Normal random numbers over √count: [count, K], by seed: the directions of the projections."""
     generator = torch.Generator().manual_seed((seed ^ 0x5DEECE66D) & (2**63 - 1))
     drawn = torch.randn(count, PROJECTIONS, generator=generator, dtype=torch.float64)
     return drawn.div(max(count, 1) ** 0.5).to(device)

@@ -1,7 +1,7 @@
 """When a model is proven: on the first batch of every structure of inputs, and when a call appears that no proof has seen.
 
-`RowProof` stores what was proven of one model and runs a `BatchProof` where nothing stored covers a batch: before an eager
-forward (`guard`), before a compiled one (`before_compiled`), and before a sharded one on all processes together (`together`).
+`RowProof` stores the proofs of one model and runs a `BatchProof` where none of them covers a batch: before an eager forward
+(`guard`), before a compiled one (`before_compiled`), and before a sharded one on all processes together (`together`).
 """
 
 import hashlib
@@ -30,58 +30,61 @@ from gramian.taps.proof.single_unit import SampleAlone
 from gramian.taps.tapped_model import TappedModel, refuse_unseen
 
 Forward = Callable[[Any, Any], Any]
-"""One forward of the root on (args, kwargs), with or without taps."""
+"""Function that runs one forward of the root on (args, kwargs), with or without taps."""
 
 
 def check_proof(proof: Any, field: str = "proof") -> None:
-    """Raise GramianError unless the option, of this name, is "auto", "off" or a period in steps."""
+    """Raise GramianError unless `proof` is "auto", "off" or a positive number of steps; `field` names the option."""
     period = isinstance(proof, int) and not isinstance(proof, bool) and proof > 0
     if proof not in ("auto", "off") and not period:
         raise GramianError(f'{field}: expected "auto", "off" or a number of steps above 0, got {proof!r}')
 
 
 def no_loader(samples: SampleArguments, among: Collection[int]) -> list[SampleAlone]:
-    """Collate no sample alone, because no loader is known."""
+    """Return no samples: without a loader none can be collated alone."""
     return []
 
 
 @dataclass
 class RowProof:
-    """What has been proven of one model."""
+    """The row proofs of one model: runs them where needed, and stores what they showed."""
 
     model: TappedModel
     proven: dict[Any, Proven] = field(default_factory=dict)
-    """{structure of a batch: what was shown}."""
+    """{structure of a batch: result of its proof}."""
     open_batches: int = 0
-    """Batches of equal samples, on which nothing could be shown."""
+    """Number of batches whose samples were all equal, on which nothing could be shown."""
     lone: CollateAlone = no_loader
     _generators: Generators | None = None
     _stateful: bool = False
-    """True if forwards were seen to change buffers or attributes, which a forward that runs again must find as they were."""
+    """True if forwards change buffers or attributes, which are restored before a forward runs a second time."""
     _silent: frozenset[Any] = frozenset()
-    """Calls whose output gradient was zero in every proof so far, so that nothing of it was shown."""
+    """Calls whose output gradient was zero in every proof so far, so that nothing was shown about them."""
     _silent_forwards: int = 0
-    """Forwards with such calls."""
+    """Number of forwards with a call in `_silent`."""
     _without_padding: int = 0
-    """Batches since a proof that saw no padding, or no sample as the loader collates it."""
+    """Number of batches covered only by a proof that saw no padding, or no sample collated alone by the loader."""
     _summed: set[Any] = field(default_factory=set)
-    """Structures of which part 1 alone was shown, where a layer sees one row for all samples."""
+    """Structures for which only the taps' sums were proven, where a layer sees one row for all samples."""
     _sizes: set[Any] = field(default_factory=set)
-    """Sizes of arguments of compiled forwards whose calls are known."""
+    """Structure and argument shapes of compiled forwards whose calls are known."""
 
     def know_loader(self, lone: CollateAlone) -> None:
-        """Use a loader that can collate samples alone; proofs without it, or with another one, cover none of its batches."""
+        """Set `lone`, which collates samples alone as a loader does, and drop earlier proofs, which saw no such sample."""
         self.lone = lone
         self.proven.clear()
 
     def forget_loader(self) -> None:
-        """Use no loader any more."""
+        """Set `lone` back to `no_loader`: samples are no longer collated alone."""
         self.lone = no_loader
 
     # ---- three kinds of forwards -----------------------------------------------------------------------------------
 
     def guard(self, forward: Forward, args: Any, kwargs: Any, batch: int, proven_before: bool = False) -> Any:
-        """Run the user's forward: proven before (by `together` if `proven_before`), and again on calls no proof has seen."""
+        """Run the user's forward on a proven batch and return its output; calls that no proof has seen are proven afterwards.
+
+        `proven_before`: `together` has proven the batch on all processes.
+        """
         model, root = self.model, self.model.root_module
         key, samples = self._key(args, kwargs, batch)
         tells_apart = model.tells_samples_apart
@@ -127,7 +130,7 @@ class RowProof:
         """Prove a compiled forward before it runs: for every size of arguments an eager forward lists the calls.
 
         Raises:
-            GramianError: if the proof fails, or leaves an output open, which a graph cannot watch.
+            GramianError: if the proof fails, or leaves an output unproven, whose backward a graph cannot refuse.
         """
         key, samples = self._key(args, kwargs, batch)
         tells_apart, execute = self.model.tells_samples_apart, partial(_execute, forward)
@@ -150,7 +153,7 @@ class RowProof:
             )
 
     def together(self, forward: Forward, args: Any, kwargs: Any, batch: int) -> None:
-        """Prove on all processes that gather weights for each other, or on none; those with less to do run along.
+        """Prove an FSDP2 forward on all processes that gather weights for each other, or on none; some may only run along.
 
         Raises:
             GramianError: on every process, if the proof fails on one.
@@ -187,9 +190,10 @@ class RowProof:
 
     @contextmanager
     def in_company(self, forward: Callable[[], Any], *, repeated: bool = False) -> Iterator[None]:
-        """Prove while other processes gather weights: a process that is done runs along until the last one is.
+        """Context manager for a proof on several processes: one that is done runs along until the last one is.
 
-        Weights that are zero stay replaced by random ones until every rank is done: other ranks gather the shards of this one.
+        Weights that are zero stay replaced by random ones until every rank is done: other ranks gather the shards of this
+        one.
 
         Args:
             forward: the forward of the model on this process's batch.
@@ -232,9 +236,9 @@ class RowProof:
     # ---- what covers a batch ---------------------------------------------------------------------------------------
 
     def _key(self, args: Any, kwargs: Any, batch: int) -> tuple[Any, list[SampleArguments]]:
-        """The structure that covers a batch, and its arguments by sample for every grouping.
+        """The structure under which a batch is proven, and its arguments by sample for every grouping into units.
 
-        What is proven where numbers of tokens differ covers batches where they are equal.
+        A proof with different numbers of tokens per sample covers batches where they are equal, too.
         """
         key, found = structure_of(self.model, args, kwargs, batch)
         if key in self.proven:
@@ -249,7 +253,8 @@ class RowProof:
     def _lacks(self, key: Any, groupings: Sequence[SampleArguments]) -> bool:
         """True if no proof covers a batch: its structure, its grouping into units, and its padding.
 
-        Where no padding was seen, though a loader is known, samples are collated alone again: those of batches of other sizes,
+        If a loader is known but no padding was seen so far, samples are collated alone again: those of batches of other
+        sizes,
         and of the 1st, 2nd, 4th, 8th … further one. The model runs only if one of them is shorter.
         """
         proven = self.proven.get(key)
@@ -269,10 +274,10 @@ class RowProof:
     # ---- proofs ----------------------------------------------------------------------------------------------------
 
     def _prove(self, key: Any, groupings: Sequence[SampleArguments], execute: Execute, sums_only: bool = False) -> None:
-        """Prove for every grouping of rows into units that a listener asks for, and store what was shown.
+        """Prove a batch for every grouping of rows into units that a listener uses, and store the result.
 
         Raises:
-            GramianError: if it fails.
+            GramianError: if the proof fails.
         """
         for samples in groupings:
             found = self._on(samples, execute).prove(sums_only=sums_only)
@@ -293,7 +298,7 @@ class RowProof:
                 self.proven[key] = found
 
     def repeat(self, key: Any, groupings: Sequence[SampleArguments], execute: Execute) -> None:
-        """Repeat one replacement run on the batch at hand.
+        """Repeat one run with replaced samples on this batch, whose structure `key` was proven before.
 
         Raises:
             GramianError: if rows changed; the listeners are notified first.
@@ -306,12 +311,12 @@ class RowProof:
         return BatchProof(self.model, execute, samples, self._seed, self.lone)
 
     def _seed(self) -> int:
-        """Another number at every proof, the same in every run of a program."""
+        """A seed that differs between proofs, and is the same in every run of a program."""
         digest = hashlib.blake2b(f"{len(self.proven)} {self.open_batches} {self.model.passes.begun}".encode())
         return int.from_bytes(digest.digest()[:6], "little")
 
     def _refuse_backward_through(self, output: Any, before: Collection[int], reasons: dict[int, str]) -> None:
-        """Let a backward through an output that was not proven raise."""
+        """Hook the outputs in `reasons`, which were not proven, so that a backward through one raises GramianError."""
         if not reasons:
             return
         returned = output_tensors(output)

@@ -1,4 +1,4 @@
-"""The listener of a proof's run: it records fingerprints of rows and sketches of gradients, not the tensors themselves."""
+"""The listener of a proof's run: records fingerprints of rows and projections of gradients, not the tensors themselves."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,15 +14,15 @@ from gramian.taps.records import LayerRecord, ParameterRecord, PassInfo
 from gramian.taps.units import Units
 
 DIRECTIONS = 8
-"""Random directions on which gradients of parameters are compared."""
+"""Number of random directions on which gradients of parameters are compared."""
 
 Key = tuple[int, str, int, int]
-"""(which forward of the run, layer, ordinal of its call, number of the tensor)."""
+"""Key of a recorded tensor: (which forward of the run, layer, ordinal of its call, number of the tensor)."""
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """A gradient of a parameter, reduced to projections on random directions, its norm, and the size of its terms."""
+    """A parameter's gradient, reduced to projections on random directions, its norm, and an upper bound of its terms' norms."""
 
     projections_K: Tensor
     norm: float
@@ -30,16 +30,19 @@ class Sketch:
     dtype: torch.dtype
     count: int
     sequential: bool = False
-    """True if autograd may add up its tokens one after the other in their own dtype: torch does so on a CPU."""
+    """True if autograd may add the gradient's tokens one after the other in their own dtype, as torch does on a CPU."""
 
     @property
     def finite(self) -> bool:
-        """True if all projections are finite."""
+        """True if all projections of the gradient are finite."""
         return bool(self.projections_K.isfinite().all())
 
     @classmethod
     def of(cls, gradient: Tensor, magnitude: Tensor | None = None, dtype: torch.dtype | None = None) -> "Sketch":
-        """Projections ⟨u_k v_kᵀ, G⟩ of G as a matrix [first axis, rest]: off by about ‖Δ‖ where G is off by Δ. One pass."""
+        """Sketch of a gradient G, seen as a matrix [first axis, rest]: projections ⟨u_k v_kᵀ, G⟩ and its norm. One pass.
+
+        A change Δ of G changes each projection by about ‖Δ‖. `magnitude` bounds the norms of G's terms.
+        """
         real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
         first = real.shape[0] if real.dim() else 1
         matrix = wide(real.detach()).reshape(first, real.numel() // max(first, 1))
@@ -52,7 +55,7 @@ class Sketch:
 
     @classmethod
     def of_unit(cls, gradient: PerSampleGradient, unit: int) -> "Sketch":
-        """The gradient that a capture attributes to one unit, from a weighted sum and from the norms. Two passes."""
+        """Sketch (projections, norm) of one unit's gradient, from a weighted sum and the per-sample norms. Two passes."""
         own, wide_type = gradient.select(unit, unit + 1), wide(gradient.tensors()[-1][:0]).dtype
         weights_U = torch.zeros(gradient.batch, device=gradient.tensors()[-1].device, dtype=wide_type)
         weights_U[unit] = 1
@@ -66,15 +69,15 @@ class Sketch:
 
 @dataclass
 class Recorder:
-    """Fingerprints and sketches of one run of a proof."""
+    """Listener that records fingerprints of rows and sketches (projections, norms) of gradients in one run of a proof."""
 
     seed: int
     units: Units | None
     batch_size: int | None
     sums: bool = False
-    """True to sketch the sum over samples of every parameter's gradient."""
+    """True to record a sketch (projections and norm) of every parameter's gradient summed over samples."""
     alone: Sequence[int] = ()
-    """Units whose own gradients are to be sketched."""
+    """Units whose own gradients are recorded as sketches (projections and norms)."""
     per_sample: bool = True
     takes_shares: bool = False
     statistics: Sequence[Any] = ()
@@ -82,20 +85,20 @@ class Recorder:
     sample_ids: Tensor | None = None
     rows: dict[Key, Fingerprint] = field(default_factory=dict)
     sides: dict[Key, str] = field(default_factory=dict)
-    """Whether each tensor is an "input", an "output gradient" or a "sum over calls"."""
+    """{key: "input", "output gradient" or "sum over calls"}: what each recorded tensor is."""
     totals: dict[str, Sketch] = field(default_factory=dict)
     own: dict[int, dict[str, Sketch]] = field(default_factory=dict)
-    """{unit: {parameter: the gradient attributed to it}} of the units in `alone`."""
+    """{unit: {parameter: projections and norm of the gradient attributed to the unit}} of the units in `alone`."""
     forwards: list[int] = field(default_factory=list)
-    """Numbers of the passes, in order."""
+    """Numbers of the passes of this run, in order."""
 
     def pass_info(self, number: int, batch: int) -> PassInfo:
-        """Read gradients as the backward carries them, without scale."""
+        """Begin a pass whose gradients are read without any scale, grouped by `units`."""
         self.forwards.append(number)
         return PassInfo(number, batch, self.units, None, None, 1.0, 1.0)
 
     def layer(self, record: LayerRecord) -> None:
-        """Fingerprint every tensor from which a sample's gradient is formed, once each."""
+        """Fingerprint every tensor from which the layer's per-sample gradients are formed, once each."""
         units, found = record.info.units, record.gradients.values()
         gradients = found if units is None else [gradient.regroup(units) for gradient in found]
         inputs = {t.untyped_storage().data_ptr() for t in record.inputs}
@@ -105,7 +108,7 @@ class Recorder:
             self.sides[key] = "input" if t.untyped_storage().data_ptr() in inputs else "output gradient"
 
     def parameter(self, record: ParameterRecord) -> None:
-        """Sketch sums, and gradients of the units that are to be compared with themselves alone; fingerprint joined uses."""
+        """Record projections of a parameter's gradient sum and of units in `alone`, and fingerprints of joined uses."""
         gradient = record.gradient
         for number, t in enumerate(_tensors([gradient] if record.uses > 1 else [])):
             key = (self.forwards.index(record.info.number), record.parameter, 0, number)
@@ -117,27 +120,27 @@ class Recorder:
             self.own.setdefault(unit, {})[record.parameter] = Sketch.of_unit(gradient, unit)
 
     def watch(self, parameter: str, tensor: Tensor) -> None:
-        """Do nothing: the untapped run collects weights."""
+        """Do nothing: the untapped run of the proof collects the weights."""
 
     def end_of_pass(self, info: PassInfo) -> None:
-        """Do nothing: no sample is counted."""
+        """Do nothing at the end of a backward: no sample is counted."""
 
     def failed_pass(self, info: PassInfo) -> None:
-        """Do nothing: the run is discarded."""
+        """Do nothing after a failed backward: the run is discarded."""
 
     def proof_is_due(self) -> bool:
         """False: a proof's run starts no other proof."""
         return False
 
     def proof_failed(self) -> None:
-        """Do nothing."""
+        """Do nothing: a proof has no result that could become invalid."""
 
     def proof_stays_open(self) -> None:
-        """Do nothing."""
+        """Do nothing: the proof itself reports batches of equal samples."""
 
 
 def _tensors(gradients: Iterable[PerSampleGradient]) -> list[Tensor]:
-    """The tensors that some gradients are formed from, once each: two parameters of a layer share a side."""
+    """The stored tensors of some per-sample gradients, once each (two parameters of a layer share one)."""
     found = {(t.data_ptr(), t.shape): t for gradient in gradients for t in gradient.tensors()}
     return list(found.values())
 
@@ -147,7 +150,7 @@ def _adds_narrow(gradient: PerSampleGradient) -> bool:
 
 
 def sketches_of(gradients: Mapping[str, Tensor | None]) -> dict[str, Sketch]:
-    """Sketches of the gradients that are not None."""
+    """{parameter: sketch, its projections and norm} of the gradients that are not None."""
     return {name: Sketch.of(gradient) for name, gradient in gradients.items() if gradient is not None}
 
 
@@ -159,17 +162,17 @@ def disagreement(
     floor: float = 0.0,
     factors: Sequence[float] = (1.0,),
 ) -> tuple[str, float, float] | None:
-    """The first parameter whose attributed gradient is not autograd's: (name, norm of the first, norm of the second).
+    """(name, norm of the taps' gradient, norm of autograd's) of the first parameter whose gradients differ; None: all agree.
 
     Args:
         sketches: gradients that the taps attribute; a parameter without one got nothing.
         theirs: autograd's gradients.
         tolerances: largest relative difference, by the narrowest dtype that took part in the run.
         floor: rounding of the largest terms of the taps' run, which remains where terms should cancel.
-        factors: the one that fits best is the ratio of both, for all parameters.
+        factors: possible ratios of autograd's to the taps' gradients; the best fit over all parameters is used.
 
-    Rounding: a product of matrices has a wide accumulator, so its sum is off by ε of the result and by the accumulator's ε of
-    its terms' norms. Of all parameters together, 8 ε of the norm is rounding wherever it shows.
+    Rounding: a product of matrices has a float32 or wider accumulator, so its sum is off by ε of the result and by the
+    accumulator's ε of its terms' norms. Of all parameters together, 8 ε of the norm is rounding wherever it shows.
     """
     if not all(sketch.finite for sketch in (*theirs.values(), *sketches.values())):
         return None  # what is not finite cannot be compared

@@ -21,12 +21,12 @@ from gramian.taps.units import Units
 
 SCALARS = (int, float, bool, str, bytes, type(None))
 WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-"""Dtypes that torch neither compares nor sorts."""
+"""Unsigned dtypes of more than 8 bits, which torch neither compares nor sorts."""
 
 
 @dataclass(frozen=True)
 class SampleArguments:
-    """Flattened arguments, and the number of rows that each leaf has for one sample (0: it carries no samples)."""
+    """Flattened arguments of a forward, and the number of rows that each leaf has per sample (0: it carries no samples)."""
 
     leaves: list[Any]
     spec: Any
@@ -44,7 +44,7 @@ class SampleArguments:
             arguments: (args, kwargs), or a batch in any structure.
             batch: B.
             given: True if the user gave B: lists of B tensors then carry samples too.
-            fixed: leaves to leave alone although they have B rows.
+            fixed: indices of leaves that carry no samples although they have B rows.
             units: which rows or tokens belong together; None: each row is a unit.
         """
         leaves, spec = pytree.tree_flatten(arguments, is_leaf=lambda value: _is_list_of(value, batch, given))
@@ -52,11 +52,11 @@ class SampleArguments:
         return cls(leaves, spec, rows, batch, units)
 
     def ambiguous(self, strict: bool) -> list[int]:
-        """Leaves other than the first tensor whose axis 0 may be k·B by chance: a mask [T, T] where T is B, or 2·B.
+        """Indices of leaves, but the first tensor, whose axis 0 may be k·B by chance: a mask [T, T] where T is B or 2·B.
 
         Args:
-            strict: True for leaves of B rows that have another axis of B; False: where the first tensor has another axis of B,
-                positions 0, 1, 2 … [T] too.
+            strict: True: of leaves with B rows, those that have another axis of B; False: where the first tensor has another
+                axis of B, positions 0, 1, 2 … [T] too.
         """
         tensors = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         if not tensors:
@@ -71,7 +71,7 @@ class SampleArguments:
         ]
 
     def opaque(self) -> list[str]:
-        """A description of the first object that contains tensors of k·B rows: no sample inside can be replaced by another."""
+        """Description, at most one, of an object that contains tensors with rows of samples, which cannot be replaced."""
         return [
             f"{type(leaf).__name__} with a tensor of shape {list(t.shape)}"
             for leaf, rows in zip(self.leaves, self.rows, strict=True)
@@ -81,7 +81,7 @@ class SampleArguments:
         ][:1]
 
     def of_one(self, arguments: Any) -> "SampleArguments":
-        """Arguments of the same structure, with one sample."""
+        """`SampleArguments` of other `arguments` with the same structure and one sample (B = 1)."""
         return replace(self, leaves=self.spec.flatten_up_to(arguments), batch=1, units=None)
 
     def refuse_layouts(self) -> None:
@@ -96,13 +96,13 @@ class SampleArguments:
 
     @property
     def sizes(self) -> tuple[Any, ...]:
-        """Shapes of the tensors that carry samples, up to the number of rows."""
+        """Shapes, without the first axis, of the tensors that carry samples."""
         pairs = zip(self.leaves, self.rows, strict=True)
         return tuple(tuple(leaf.shape[1:]) for leaf, rows in pairs if rows and isinstance(leaf, Tensor))
 
     @property
     def partition(self) -> tuple[int, ...] | None:
-        """The unit of each row, renumbered by first occurrence; None if each row is a unit, or tokens have units."""
+        """The unit of each row, numbered by first occurrence; None if each row is a unit, or tokens have units."""
         if self.units is None or self.units.ids.dim() != 1:
             return None
         numbers: dict[int, int] = {}
@@ -111,7 +111,7 @@ class SampleArguments:
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """Nesting, names, dtypes and ranks, flags (also 0, 1, 2, 3) and strings, and which leaves carry samples; no sizes."""
+        """Hashable structure of the arguments, without sizes: nesting, dtypes, ranks, flags, and which leaves carry samples."""
         kinds = [
             (str(leaf.dtype), leaf.dim(), bool(rows), None if rows else _flag(leaf))
             if isinstance(leaf, Tensor)
@@ -168,9 +168,10 @@ class SampleArguments:
         return pytree.tree_unflatten(taken, self.spec)
 
     def take_tokens(self, source: Tensor) -> Any:
-        """The arguments with token source[b, t] of the flattened batch in place [b, t].
+        """The arguments with token source[b, t] of the flattened batch in place [b, t]; copies.
 
-        Only the first tensor and real ones are content; other integers and flags (documents, positions, masks) describe how
+        Only the first tensor and floating-point ones change; other integers and flags (documents, positions, masks) describe
+        how
         tokens of a row belong together, and stay.
         """
         first = next((i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)), -1)
@@ -183,13 +184,13 @@ class SampleArguments:
         return pytree.tree_unflatten(taken, self.spec)
 
     def tokens_of(self, leaf: Any, source: Tensor) -> Any:
-        """A tensor [B, T, …] with other tokens in place; anything else as a copy."""
+        """A tensor [B, T, …] with token source[b, t] of the flattened batch in place [b, t]; any other leaf as a copy."""
         if not isinstance(leaf, Tensor) or leaf.shape[:2] != source.shape:
             return _own(leaf)
         return leaf.detach().flatten(0, 1)[source.to(leaf.device)]
 
     def contents(self) -> list[int]:
-        """A hash of every sample's content, over all leaves that carry samples."""
+        """Hash of every sample's content over all leaves that carry samples: B integers."""
         total = torch.zeros(self.batch, dtype=torch.int64)
         for number, (leaf, rows) in enumerate(zip(self.leaves, self.rows, strict=True)):
             if rows and isinstance(leaf, Tensor):
@@ -200,18 +201,20 @@ class SampleArguments:
 
 
 def donors(contents: Sequence[int], stayed: Sequence[int], draw: random.Random) -> list[int | None]:
-    """The sample that takes each sample's place: of different content, and one that stays if possible; None: all are equal.
+    """For each sample the one that replaces it: of different content, and one that stays if possible; None: all are equal.
 
-    All samples get the same donor, unless it equals them: the content of what is replaced leaves the batch. With a donor drawn
-    for each sample, a small batch would often keep its content in another order, and what depends on it only through a sum or a
-    maximum (a count of tokens, a scale) would not change.
+    All samples get the same donor, unless it equals them, so that the replaced content leaves the batch. With a donor drawn
+    for
+    each sample, a small batch would often keep its content in another order, and a result that depends on it only through a
+    sum
+    or a maximum (a count of tokens, a scale) would not change.
     """
     order = [*draw.sample(list(stayed), len(stayed)), *draw.sample(range(len(contents)), len(contents))]
     return [next((i for i in order if contents[i] != own), None) for own in contents]
 
 
 def _kind(value: Any, rows: int) -> Any:
-    """The value a program may branch on: flags, strings, members of an enumeration and functions; else the type's name."""
+    """Value of an argument on which a program may branch: flags, strings, enum members, functions; else its type name."""
     if isinstance(value, enum.Enum):
         return type(value).__qualname__, value.name
     if isinstance(value, bool | str | bytes):
@@ -226,7 +229,7 @@ def _kind(value: Any, rows: int) -> Any:
 
 
 def _flag(value: Any) -> Any:
-    """The value of a flag, also in a tensor or array of one number; None for numbers but −1 to 3: they are sizes and rates."""
+    """A number −1 … 3, also in a tensor or array of one element, on which a program may branch; None for any other value."""
     if isinstance(value, Tensor) and value.numel() != 1:
         return None
     if isinstance(value, np.ndarray) and (value.size != 1 or value.dtype.kind not in "biuf"):
@@ -236,17 +239,18 @@ def _flag(value: Any) -> Any:
 
 
 def _are_places(leaf: Tensor) -> bool:
-    """True for consecutive integers."""
+    """True for a 1-D tensor of consecutive integers (positions)."""
     if leaf.dim() != 1 or leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool:
         return False
     return bool((leaf == leaf[0] + torch.arange(len(leaf), device=leaf.device)).all())
 
 
 def _is_list_of(value: Any, batch: int, tensors: bool = False) -> bool:
-    """True for a list of B entries, one for each sample.
+    """True for a list or tuple of `batch` entries, one for each sample.
 
-    These are plain values, lists of plain values, or, in a list, objects with tensors that are not all of k·B rows themselves
-    (the targets of a detector); on demand also B tensors of any shape.
+    Entries are plain values, lists of plain values, or, in a list, objects with tensors that are not all of k·B rows
+    themselves
+    (the targets of a detector); with `tensors` also B tensors of any shape.
     """
     if not isinstance(value, list | tuple) or hasattr(value, "_fields") or len(value) != batch or not batch:
         return False
@@ -265,7 +269,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 def _content(value: Any, number: int) -> int:
-    """A hash of one sample's entry of a list."""
+    """Hash of one sample's entry of a list, its tensors included."""
     tensors = _tensors_in(value)
     scalars = [repr(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, SCALARS)]
     prints = [(str(t.dtype), *t.shape, int(Fingerprint.of(t[None], number).hashes_R[0])) for t in tensors]

@@ -1,6 +1,6 @@
 """One unit alone: the gradient attributed to it in a batch must be autograd's gradient when it runs by itself.
 
-This finds what no batch of equal shape can: padding to the longest sample that leaks into other samples.
+Only this run finds padding to the longest sample that leaks into other samples: batches of equal shape cannot.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -20,12 +20,12 @@ ALONE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.f
 """Largest relative difference between a unit's gradient in a batch and alone, by dtype."""
 
 Region = tuple[slice, ...]
-"""Where the entries of the unit alone lie in its rows of the batch's output."""
+"""Index slices of a unit's rows in the batch's output that hold the output of the unit alone, which may be shorter."""
 
 
 @dataclass(frozen=True)
 class SampleAlone:
-    """One sample of the batch as a loader would collate it alone."""
+    """One sample of the batch, its `row`, with the arguments that a loader collates from it alone."""
 
     row: int
     arguments: Any
@@ -34,12 +34,12 @@ class SampleAlone:
 
 
 FindAlone = Callable[[Collection[int]], list[SampleAlone]]
-"""Gives some of these samples, each as a loader would collate it alone; empty if no loader is known."""
+"""Function that returns some of the given samples, each collated alone by a loader; empty if no loader is known."""
 
 
 @dataclass(frozen=True)
 class UnitAlone:
-    """A unit that is run alone: its number, its rows in the batch, and its arguments where a loader collated them."""
+    """A unit that is run alone: its number, its rows in the batch, and its arguments if a loader collated them (else None)."""
 
     number: int
     rows: list[int]
@@ -53,14 +53,16 @@ def compare_alone(
 
     Where a model does not run on one sample, or returns other shapes (`squeeze()`), the unit runs beside a copy of itself.
 
-    Cost: a run or two of each unit, and one of the batch where a unit has fewer tokens alone. `base` is the run of the batch,
-    which sketched the gradients of these units; the backward goes through the `chosen` outputs.
+    Cost: a run or two of each unit, and one of the batch where a unit has fewer tokens alone. `base` is the run of the
+    batch,
+    which recorded the gradients of these units; the backward goes through the outputs of the indices `chosen`.
 
     Returns:
-        How the units ran: "slice" or "collated", with an addition, or why they did not.
+        How the units ran: "slice" or "collated", perhaps with ", beside a copy of itself"; or why they did not.
 
     Raises:
-        Refuted: if they differ. The gradient of a scalar output alone is the same (a sum over samples), or as many times larger
+        Refuted: if they differ. The gradient of a scalar output alone is the same (a sum over samples), or as many times
+        larger
             as the batch is (a mean).
     """
     found: list[tuple[UnitAlone, dict[str, Sketch], int]] = []
@@ -101,7 +103,7 @@ def _gradients_alone(
     regions: dict[int, Region],
     copies: int,
 ) -> dict[str, Tensor | None] | str:
-    """Autograd's gradients for a unit alone, or beside copies of itself without a cotangent; or why there are none."""
+    """Autograd's gradients of a unit alone, or beside copies of itself without a cotangent; or a reason why there are none."""
     try:
         gradients = runs.on(
             _arguments(samples, unit, copies),
@@ -142,9 +144,9 @@ def _cotangents(
     outputs: list[Tensor],
     copies: int = 1,
 ) -> list[tuple[Tensor, Tensor]] | None:
-    """Outputs of a unit alone, each with its part of the batch's cotangent; None if an output has no place there.
+    """(output, cotangent) of a unit alone, cut from the batch's cotangents; None if an output does not fit its rows.
 
-    Fills `regions` with {output: where it lies in the unit's rows}. Of several copies of the unit the first gets the cotangent.
+    Fills `regions` with {output: slices of the unit's rows}. Of several copies of the unit the first gets the cotangent.
     """
     pairs = []
     for number in chosen:
@@ -163,7 +165,7 @@ def _cotangents(
 
 
 def _region(output: Tensor, whole: Tensor, rows: int, batch: int, lone: SampleAlone | None) -> Region | None:
-    """Where an output of the unit alone lies in its rows of the batch's; None if it has no place there."""
+    """Slices of the unit's rows in the batch's output that match its output alone; None if the shapes do not fit."""
     if output.dim() != whole.dim() or output.shape[0] != whole.shape[0] // batch * rows:
         return None
     found = []
@@ -175,7 +177,7 @@ def _region(output: Tensor, whole: Tensor, rows: int, batch: int, lone: SampleAl
 
 
 def _narrow(runs: ProofRuns, number: int, rows: list[int], region: Region, batch: int) -> bool:
-    """Set a unit's cotangent to zero outside of a region; True if that changes it."""
+    """Set a unit's cotangent of output `number` to zero outside of a region; True if that changes it."""
     whole = runs.cotangents[number]
     assert whole is not None
     if all(part == slice(0, size) for part, size in zip(region, whole.shape[1:], strict=True)):

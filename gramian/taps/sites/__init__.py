@@ -1,4 +1,4 @@
-"""Sites: for each kind of layer, the tensors saved in its forward and the per-sample gradients they explain."""
+"""Sites: how each kind of layer is tapped, what is saved in its forward, and its per-sample gradients."""
 
 from gramian.taps.sites import attention, convolution, embedding, linear, normalization, recurrent
 from gramian.taps.sites.generic import Generic

@@ -7,22 +7,22 @@ from gramian.taps.sites.site_registry import register_site
 
 
 class Attention(Generic):
-    """The attention block as one layer, through the generic exact fallback."""
+    """`nn.MultiheadAttention` as one layer; per-sample gradients come from running it again sample by sample."""
 
     kind = "attention (generic)"
 
     def __init__(self) -> None:
-        """Own the projections of the children too."""
+        """Compute gradients of the parameters of the child projections too (`whole=True`)."""
         super().__init__(whole=True)
 
     def check(self, module: nn.Module) -> str | None:
-        """The batch must be the first axis."""
+        """Reason why this attention block cannot be tapped: it needs batch_first=True. None if it can."""
         if not getattr(module, "batch_first", True):
             return "has the batch on axis 1; expected batch_first=True"
         return super().check(module)
 
     def input_layouts(self, names: list[str], inputs: list[Tensor], rows: list[int], batch: int) -> list[list[Layout]]:
-        """An attention mask of two axes belongs to no sample, whatever its size; of three, it has a row per head."""
+        """Layout of each input: a 2-D attention mask is shared by all samples, a 3-D one has a row for each head."""
         layouts = super().input_layouts(names, inputs, rows, batch)[0]
         for i, (name, x) in enumerate(zip(names, inputs, strict=True)):
             if name in ("attn_mask", "5"):

@@ -17,12 +17,12 @@ from gramian.taps.sites.site_registry import register_site
 
 
 class Convolution(Site):
-    """A convolution; its weight's gradient is `Convolved`, its bias's `Summed` over positions."""
+    """Site of convolutions: the gradient of the weight is a `Convolved`, that of the bias a `Summed` over positions."""
 
     kind = "conv"
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> SiteRun:
-        """Save the input, as autocast would cast it."""
+        """Run the layer on its input, cast as autocast would; saves that input if the weight trains."""
         assert isinstance(module, _ConvNd)
         x = autocast(first_tensor(args, kwargs))
         if x.dim() != len(module.kernel_size) + 2:
@@ -34,7 +34,7 @@ class Convolution(Site):
     def gradients(
         self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
     ) -> dict[str, PerSampleGradient]:
-        """The weight without unfolding; the bias as a sum over positions."""
+        """Per-sample gradients of the weight, without unfolding the images, and of the bias, a sum over positions."""
         assert isinstance(module, _ConvNd)
         g_BK = by_sample(output_gradients[0], batch)
         found: dict[str, PerSampleGradient] = {}
@@ -47,14 +47,14 @@ class Convolution(Site):
         return found
 
     def form(self, module: nn.Module) -> LayerForm | None:
-        """A linear layer on patches; None with several groups, which are several such layers."""
+        """The weight as a matrix [O, channels·kernel] that maps patches; None with several groups (several matrices)."""
         assert isinstance(module, _ConvNd)
         if module.groups > 1:
             return None
         return LayerForm("kernel", torch.Size(module.weight.shape[1:]).numel(), module.weight.shape[0])
 
     def sides(self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int) -> Sides:
-        """Every patch is a token: [B, positions, channels·kernel]."""
+        """Patches [B, positions, channels·kernel] of the saved input and output gradients [B, positions, O], as tokens."""
         assert isinstance(module, _ConvNd)
         images, padding = _padded(module, saved[0])
         patches = F.pad(images, [side for p in reversed(padding) for side in (p, p)]) if any(padding) else images
@@ -69,13 +69,13 @@ class Convolution(Site):
 
 
 def _by_position(g_BK: Tensor) -> Tensor:
-    """[B, K, O, …] as [B, positions, O], positions of all K images."""
+    """Output gradients [B, K, O, …] of K images per sample as [B, positions, O], the positions of all K images in a row."""
     positions = torch.Size((g_BK.shape[1], *g_BK.shape[3:])).numel()
     return g_BK.flatten(3).transpose(2, 3).reshape(g_BK.shape[0], positions, g_BK.shape[2])
 
 
 def _padded(module: _ConvNd, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """The input and the zero padding still to apply; other modes, and "same", are padded here as the layer does."""
+    """(input, zero padding still to apply). Padding modes other than zeros, and "same", are applied to the input here."""
     if module.padding_mode == "zeros" and not isinstance(module.padding, str):
         return x, tuple(module.padding)
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode

@@ -1,4 +1,4 @@
-"""`nn.Embedding`: y = W[x], and `nn.EmbeddingBag`, through the generic exact fallback."""
+"""Sites of `nn.Embedding`, y = W[x], and of `nn.EmbeddingBag`, which is run again sample by sample."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +14,13 @@ from gramian.taps.sites.site_registry import register_site
 
 
 def check_norm(module: nn.Module) -> str | None:
-    """Reason against a norm that the forward enforces by writing into the rows that a batch looks up; None: there is none."""
+    """Reason against `max_norm` of a table, by which the forward rescales the weight rows that it looks up; None if not set."""
     limited = getattr(module, "max_norm", None) is not None
     return "max_norm changes the weight in the forward pass; expected max_norm=None" if limited else None
 
 
 def check_table(module: nn.Module) -> str | None:
-    """Reason against options of a table that change the gradient after the fact or couple samples; None: there is none."""
+    """Reason against sparse gradients, scale_grad_by_freq or max_norm of a table; None if none of them is set."""
     if getattr(module, "sparse", False):
         return "sparse gradients are not supported; expected sparse=False"
     if getattr(module, "scale_grad_by_freq", False):
@@ -29,22 +29,22 @@ def check_table(module: nn.Module) -> str | None:
 
 
 class Embedding(Site):
-    """A table of rows. `padding_idx` contributes nothing, as in `nn.Embedding` itself."""
+    """Site of `nn.Embedding`. As in PyTorch, tokens with index `padding_idx` add nothing to the gradient."""
 
     kind = "embedding"
 
     def check(self, module: nn.Module) -> str | None:
-        """Refuse options that change the gradient after the fact or couple samples."""
+        """Reason against sparse gradients, scale_grad_by_freq or max_norm of this table; None if it can be tapped."""
         return check_table(module)
 
     def check_per_sample(self, module: nn.Module) -> str | None:
-        """Refuse tables that the forward writes to, also frozen ones."""
+        """Reason against `max_norm` of a table, also of a frozen one: the forward writes to its weight. None if not set."""
         return check_norm(module)
 
     def gradients(
         self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
     ) -> dict[str, PerSampleGradient]:
-        """Rows of the table, by the index that looked them up."""
+        """The table's per-sample gradients as an `Indexed`: indices [B, T] and output gradients [B, T, D] of the lookups."""
         assert isinstance(module, nn.Embedding)
         index_BT = _index(saved[0], batch)
         rows_BTD = tokens(output_gradients[0], batch)
@@ -53,19 +53,19 @@ class Embedding(Site):
         return {"weight": Indexed(index_BT, rows_BTD, module.num_embeddings)}
 
     def form(self, module: nn.Module) -> LayerForm:
-        """A linear layer whose inputs are one-hot."""
+        """The table [V, D] as the matrix of a linear layer whose inputs are one-hot vectors of the indices."""
         assert isinstance(module, nn.Embedding)
         return LayerForm("table", module.num_embeddings, module.embedding_dim)
 
     def sides(self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int) -> Sides:
-        """Indices and output gradients; the padding index does not count as a token."""
+        """Indices [B, T], output gradients [B, T, D] and a mask that is False for tokens with the padding index."""
         assert isinstance(module, nn.Embedding)
         index_BT = _index(saved[0], batch)
         counted = None if module.padding_idx is None else index_BT != module.padding_idx
         return Sides(index_BT, tokens(output_gradients[0], batch), counted)
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> SiteRun:
-        """Save the indices."""
+        """Run the lookup and save its indices for the backward."""
         index = first_tensor(args, kwargs)
         if index.dim() == 0:
             raise GramianError("saw a 0-dim index; expected indices with the batch as first axis")
@@ -73,26 +73,26 @@ class Embedding(Site):
 
 
 def _index(index: Tensor, batch: int) -> Tensor:
-    """[k·B, …] as [B, T]."""
+    """Indices [B·k, …], k rows per sample, as [B, T]."""
     split = by_sample(index, batch)
     return split.reshape(batch, torch.Size(split.shape[1:]).numel())
 
 
 class EmbeddingBag(Generic):
-    """Sums or means of rows of a table, through the generic exact fallback."""
+    """Site of `nn.EmbeddingBag`; per-sample gradients come from running the layer again sample by sample."""
 
     kind = "embedding bag (generic)"
 
     def __init__(self) -> None:
-        """One table."""
+        """Compute gradients of the module's direct parameter, its one table (`whole=False`)."""
         super().__init__(whole=False)
 
     def check(self, module: nn.Module) -> str | None:
-        """Refuse the options that `Embedding` refuses."""
+        """Reason against sparse gradients, scale_grad_by_freq, max_norm or FSDP2 units below; None if it can be tapped."""
         return check_table(module) or super().check(module)
 
     def check_per_sample(self, module: nn.Module) -> str | None:
-        """Refuse tables that the forward writes to."""
+        """Reason against `max_norm` of the table: the forward writes to its weight. None if not set."""
         return check_norm(module)
 
 

@@ -26,32 +26,33 @@ from gramian.taps.model.python_state import PythonState
 from gramian.taps.sites.site import Site, SiteRun, observed
 
 REPRODUCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest relative difference between two runs of a layer on the same samples, by dtype, in the order of rounding."""
+"""By dtype: largest relative difference, by rounding, between the outputs of two runs of a layer on the same samples."""
 
 Layout = Literal["shared", "first", "second", "grouped", "grouped_second"]
-"""Where a tensor has its samples: nowhere, on axis 0, on axis 1, or there as k·B rows, k of each sample."""
+"""Axis on which a tensor has its B samples: "shared": none; "first": axis 0; "second": axis 1; "grouped" and "grouped_second":
+axis 0 or 1 with k·B rows, the k rows of a sample next to each other."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call of a layer, tensors apart from the rest."""
+    """One call of a layer: its flattened arguments without the tensors, the spec to rebuild them, and the autocast state."""
 
     forward: Callable[..., Any]
     leaves: list[Any]
     """Flattened arguments, None in place of tensors."""
     places: list[int]
-    """Where the tensors belong."""
+    """Indices into `leaves` at which the tensors belong."""
     names: list[str]
-    """Of each leaf: the keyword, or the position as text."""
+    """Name of the argument that each leaf belongs to: the keyword, or the position as text."""
     spec: Any
     observed: list[int]
-    """Which of the flattened outputs have an observed gradient."""
+    """Indices of the flattened outputs whose gradients are observed."""
     output_rows: list[int]
-    """Rows of these outputs; one row is shared by all samples."""
+    """Number of rows of each observed output; one row is shared by all samples."""
     autocast: tuple[str, torch.dtype, bool]
 
     def again(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Call with other tensors in the same places; the observed outputs."""
+        """Call the layer's forward with `tensors` in place of the original tensors; returns the observed outputs."""
         leaves = list(self.leaves)
         for place, value in zip(self.places, tensors, strict=True):
             leaves[place] = value
@@ -63,21 +64,21 @@ class Call:
 
 
 class Generic(Site):
-    """A layer that gramian has no formula for."""
+    """Site of a layer that gramian has no formula for: per-sample gradients by running the layer again for each sample."""
 
     kind = "generic"
     compiles = False
 
     def __init__(self, whole: bool) -> None:
-        """Own the parameters of all children too (`whole`), or the module's direct ones only."""
+        """Compute gradients of the parameters of the module and its children (`whole`), or of the module's direct ones only."""
         self.whole = whole
 
     def owned(self, module: nn.Module) -> tuple[str, ...]:
-        """Local names of direct parameters, or of all."""
+        """Local names of the parameters whose gradients this site computes: all below if `whole`, else direct ones."""
         return tuple(own_parameters(module, self.whole))
 
     def check(self, module: nn.Module) -> str | None:
-        """Refuse FSDP2 units below the layer: FSDP2 has not gathered their weights when the layer runs again."""
+        """Reason against FSDP2 units below the layer, whose weights a second run would not find gathered; else None."""
         below = (name for name, child in module.named_modules() if name and isinstance(child, FSDPModule))
         unit = next(below, None)
         if unit is None:
@@ -89,7 +90,7 @@ class Generic(Site):
         )
 
     def input_layouts(self, names: list[str], inputs: list[Tensor], rows: list[int], batch: int) -> list[list[Layout]]:
-        """Possible layouts of the inputs, most likely first; the first that reproduces the outputs is used.
+        """Possible batch axes (layouts) of the inputs, most likely first; the first that reproduces the outputs is used.
 
         Args:
             names: names of the inputs: keywords, or positions as text.
@@ -111,7 +112,7 @@ class Generic(Site):
         return [likely, masked] if any(square) and masked != likely else [likely]
 
     def output_layout(self, index: int, value: Tensor, batch: int) -> Layout:
-        """The layout of an output."""
+        """Axis of the B samples in an output: "first", or "grouped" for k rows per sample; GramianError for other shapes."""
         rows = value.shape[0] if value.dim() else 0
         if rows == batch:
             return "first"
@@ -120,7 +121,7 @@ class Generic(Site):
         raise GramianError(f"has an output of shape {list(value.shape)}; expected the batch of {batch} as first axis")
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> SiteRun:
-        """Save a copy of every input, a digest of every output, and the call itself."""
+        """Run the layer; saves a copy of every input, a digest of every observed output, and the `Call`, to run it again."""
         if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
             raise GramianError("is given a PackedSequence, whose samples lie interleaved; expected a padded tensor")
         _refuse_parts(module)
@@ -152,7 +153,7 @@ class Generic(Site):
     def gradients(
         self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
     ) -> dict[str, PerSampleGradient]:
-        """Explain each parameter by one vector-Jacobian product per sample."""
+        """Per-sample gradients of each trainable parameter: one vector-Jacobian product per sample of the layer, run again."""
         call: Call = extra
         _refuse_parts(module)
         inputs, digests = saved[: len(call.places)], saved[len(call.places) :]
@@ -185,11 +186,11 @@ class Generic(Site):
         trained: dict[str, Tensor],
         batch: int,
     ) -> dict[str, Tensor]:
-        """{parameter: [B, *shape]}, if running by samples gives the outputs of the first run."""
+        """Per-sample gradients {parameter: [B, *shape]}; GramianError if the outputs by samples differ from the first run's."""
         out_layouts = [self.output_layout(i, g, batch) for i, g in enumerate(output_gradients)]
 
         def run(parameters: dict[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-            """Outputs of one sample."""
+            """Observed outputs of the layer for one sample, on these parameters."""
             with Borrowed(module, parameters, self.whole):
                 ys = call.again([_batch_of_one(x, layout) for x, layout in zip(inputs, layouts, strict=True)])
             return [_single(y, layout) for y, layout in zip(ys, out_layouts, strict=True)]
@@ -211,7 +212,7 @@ def _map(
     dims: list[int | None],
     cotangents: list[Tensor],
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Gradients and outputs of every sample: vectorised, or one by one where the layer does what `vmap` cannot."""
+    """Gradients and outputs of every sample: by `vmap`, or in a loop over samples where `vmap` fails on the layer."""
 
     def vectorised(inputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
         ys, pullback = torch.func.vjp(lambda p: run(p, inputs), parameters)[:2]
@@ -244,7 +245,7 @@ def _one_by_one(
     dims: list[int | None],
     cotangents: list[Tensor],
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """A loop of single-sample backwards, in plain autograd."""
+    """Gradients and outputs of every sample, by a loop of single-sample backwards in plain autograd."""
     rows, outputs = [], []
     for i in range(cotangents[0].shape[0]):
         leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
@@ -260,7 +261,7 @@ def _one_by_one(
 
 
 def _split(t: Tensor, layout: Layout, batch: int) -> Tensor:
-    """Move samples to axis 0; raise GramianError if an axis with several rows of each sample is not a multiple of B."""
+    """Move the samples of a tensor to axis 0; GramianError if a grouped axis is not a multiple of the batch."""
     axis = 1 if layout == "grouped_second" else 0
     if layout in ("grouped", "grouped_second") and (not t.shape[axis] or t.shape[axis] % batch):
         raise GramianError(
@@ -275,7 +276,7 @@ def _split(t: Tensor, layout: Layout, batch: int) -> Tensor:
 
 
 def _merged(t: Tensor, layout: Layout) -> Tensor:
-    """Move samples from axis 0 back to where the layer has them."""
+    """Inverse of `_split`: move the samples from axis 0 back to the axis that `layout` names."""
     if layout == "grouped":
         return t.flatten(0, 1)
     if layout == "grouped_second":
@@ -284,17 +285,17 @@ def _merged(t: Tensor, layout: Layout) -> Tensor:
 
 
 def _batch_of_one(t: Tensor, layout: Layout) -> Tensor:
-    """One sample as a batch of one."""
+    """One sample's tensor with a batch axis of size 1 where `layout` has the batch; grouped and shared tensors as they are."""
     return t if layout in ("shared", "grouped", "grouped_second") else t.unsqueeze(1 if layout == "second" else 0)
 
 
 def _single(t: Tensor, layout: Layout) -> Tensor:
-    """A batch of one as one sample."""
+    """A tensor of a batch of one without its batch axis, which `layout` names; grouped and shared tensors as they are."""
     return t if layout in ("shared", "grouped", "grouped_second") else t.squeeze(1 if layout == "second" else 0)
 
 
 def _digest(y: Tensor) -> Tensor:
-    """The norm of a tensor and three fixed projections of it: [4], wide. A difference Δ moves projections by some 0.7‖Δ‖."""
+    """Norm of a tensor and three fixed projections of it: [4] in float32 or float64, to compare two outputs."""
     flat = wide(y.detach()).flatten()
     place = torch.arange(flat.numel(), device=flat.device, dtype=flat.dtype)
     directions = torch.stack([torch.cos(place * frequency) for frequency in (0.37, 1.13, 2.71)])
@@ -302,7 +303,7 @@ def _digest(y: Tensor) -> Tensor:
 
 
 def _narrowest(dtype: torch.dtype, call: Call) -> torch.dtype:
-    """The dtype that rounds most in a call: autocast's, where it is on, although an output may be wider."""
+    """The dtype with the coarsest rounding in a call: that of autocast where it is on, else `dtype`, that of the output."""
     _, cast, enabled = call.autocast
     return cast if enabled and torch.finfo(cast).eps > torch.finfo(dtype).eps else dtype
 
@@ -317,7 +318,7 @@ def _refuse_other_output(digest: Tensor, again: Tensor, dtype: torch.dtype) -> N
 
 
 def _refuse_parts(module: nn.Module) -> None:
-    """Raise if this process has only a part of a weight now; FSDP2 gathers a unit's for its forward and its backward."""
+    """Raise if this process has only a shard of a weight now; FSDP2 gathers weights for a forward and its backward only."""
     if any(hasattr(p, "placements") for p in module.parameters()):
         raise GramianError(
             "cannot be run again sample by sample on a part of its weights; expected fully_shard with units that return "
@@ -326,7 +327,7 @@ def _refuse_parts(module: nn.Module) -> None:
 
 
 def own_parameters(module: nn.Module, whole: bool) -> dict[str, nn.Parameter]:
-    """{local name: parameter}: the module's direct ones and those in its ParameterLists and -Dicts, or all below it."""
+    """{local name: parameter}: all below the module if `whole`, else its direct ones, with ParameterLists and -Dicts."""
     if whole:
         return dict(module.named_parameters())
     found = {name: p for name, p in module._parameters.items() if p is not None}
@@ -337,13 +338,13 @@ def own_parameters(module: nn.Module, whole: bool) -> dict[str, nn.Parameter]:
 
 
 class Borrowed:
-    """Run a module on other tensors in place of some of its parameters, and on copies of its buffers.
+    """Context manager that runs a module on other tensors in place of some of its parameters, and on copies of its buffers.
 
-    What it writes into its attributes meanwhile is undone: tensors of `vmap` cannot be used outside of it.
+    Attributes that the module sets meanwhile are restored on exit: tensors of `vmap` cannot be used outside of it.
     """
 
     def __init__(self, module: nn.Module, tensors: dict[str, Tensor], whole: bool) -> None:
-        """Find the places; nothing is swapped before the context is entered.
+        """Find where the tensors are to be put; nothing is swapped before the context is entered.
 
         Args:
             module: the module.
@@ -365,13 +366,13 @@ class Borrowed:
         self.places, self.python = places, PythonState(module, tensors=False)
 
     def __enter__(self) -> None:
-        """Swap."""
+        """Put the other tensors and copies of the buffers into the module."""
         self.old = [store[local] for store, local, _ in self.places]
         for store, local, tensor in self.places:
             store[local] = tensor
 
     def __exit__(self, *error: object) -> None:
-        """Swap back."""
+        """Put the module's own parameters, buffers and attributes back."""
         for (store, local, _), old in zip(self.places, self.old, strict=True):
             store[local] = old
         self.python.restore()

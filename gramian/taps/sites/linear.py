@@ -16,7 +16,7 @@ from gramian.taps.sites.site_registry import register_site
 
 
 class Linear(Site):
-    """A matrix that multiplies every token; its weight's gradient is `Outer`, its bias's `Summed`."""
+    """Site of linear layers: the gradient of the weight is an `Outer`, that of the bias a `Summed`."""
 
     kind = "linear"
 
@@ -29,7 +29,7 @@ class Linear(Site):
         self.transposed = transposed
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> SiteRun:
-        """Save the input as autocast would cast it, which is the tensor that autograd saves anyway."""
+        """Run the layer on its input, cast as autocast would; saves that input if the weight trains."""
         x = autocast(first_tensor(args, kwargs))
         if x.dim() < 2:
             raise GramianError(
@@ -40,7 +40,7 @@ class Linear(Site):
     def gradients(
         self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
     ) -> dict[str, PerSampleGradient]:
-        """The weight gets Σ_t g_t a_tᵀ, the bias Σ_t g_t."""
+        """Per-sample gradients, with inputs a_t and output gradients g_t: Σ_t g_t a_tᵀ of the weight, Σ_t g_t of the bias."""
         g_BTO = tokens(output_gradients[0], batch)
         found: dict[str, PerSampleGradient] = {}
         if saved:
@@ -51,12 +51,12 @@ class Linear(Site):
         return found
 
     def form(self, module: nn.Module) -> LayerForm:
-        """The weight as it is stored."""
+        """The weight as a matrix [out, in], and whether it is stored so ("out_in") or transposed ("in_out")."""
         first, second = module._parameters["weight"].shape  # type: ignore[union-attr]
         return LayerForm("in_out", first, second) if self.transposed else LayerForm("out_in", second, first)
 
     def sides(self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int) -> Sides:
-        """Input and output gradient."""
+        """Inputs [B, T, in], output gradients [B, T, out], and a function that applies the layer to rows of inputs."""
 
         def outputs(rows_TI: Tensor) -> Tensor:
             weight, bias = module._parameters["weight"], module._parameters.get("bias")
@@ -69,7 +69,7 @@ class Linear(Site):
 
 
 def autocast(x: Tensor) -> Tensor:
-    """The tensor in the dtype in which an autocast matrix product would read it."""
+    """The tensor cast to the dtype in which a matrix product under the current autocast state would read it."""
     device = x.device.type
     if x.is_floating_point() and x.dtype != torch.float64 and torch.is_autocast_enabled(device):
         return x.to(torch.get_autocast_dtype(device))

@@ -1,6 +1,6 @@
-"""Normalisation layers: y = γ ⊙ x̂ + β, with dγ = Σ_t g_t ⊙ x̂_t and dβ = Σ_t g_t.
+"""Norm layers y = γ ⊙ x̂ + β: the gradients of γ and β are Σ_t g_t ⊙ x̂_t and Σ_t g_t, from output gradients g_t.
 
-x̂ is formed again in the backward pass, wide, from the input that autograd saves anyway.
+The normalised input x̂ is computed again in the backward, in float32 or float64, from the input that autograd saves anyway.
 """
 
 import torch
@@ -13,12 +13,12 @@ from gramian.taps.sites.site_registry import register_site
 
 
 class TrailingNorm(Site):
-    """`nn.LayerNorm`, `nn.RMSNorm` and Hugging Face RMSNorm classes: statistics over the last axes of each token."""
+    """Site of `nn.LayerNorm`, `nn.RMSNorm` and Hugging Face RMSNorm classes: statistics over the last axes of each token."""
 
     kind = "norm"
 
     def __init__(self, centred: bool, in_float32: bool = False) -> None:
-        """Set how x̂ is formed.
+        """Set how the normalised input x̂ is formed.
 
         Args:
             centred: True if the mean is removed (LayerNorm), False for root-mean-square norms.
@@ -29,7 +29,7 @@ class TrailingNorm(Site):
     def gradients(
         self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: object
     ) -> dict[str, PerSampleGradient]:
-        """Explain scale and shift."""
+        """Per-sample gradients of scale γ (`Normed`) and shift β (`Summed`), as far as they train."""
         shape = tuple(module._parameters["weight"].shape)  # type: ignore[union-attr]
         x_BTN, g_BTN = (_trailing_tokens(t, batch, shape) for t in (saved[0], output_gradients[0]))
         found: dict[str, PerSampleGradient] = {}
@@ -42,14 +42,14 @@ class TrailingNorm(Site):
 
 
 class ChannelNorm(Site):
-    """`nn.GroupNorm` and `nn.InstanceNorm*d`: statistics over groups of channels of one image, γ and β per channel."""
+    """Site of `nn.GroupNorm` and `nn.InstanceNorm*d`: statistics over groups of channels of one image, γ and β per channel."""
 
     kind = "norm"
 
     def gradients(
         self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: object
     ) -> dict[str, PerSampleGradient]:
-        """Explain scale and shift."""
+        """Per-sample gradients of scale γ and shift β, both as `Summed` over positions, as far as they train."""
         x, g = wide(saved[0]), wide(output_gradients[0])
         if isinstance(module, nn.GroupNorm):
             together = torch.Size(x.shape[1:]).numel() // module.num_groups
@@ -62,12 +62,12 @@ class ChannelNorm(Site):
 
 
 class BatchNorm(Site):
-    """`nn.BatchNorm*d`: in training mode it mixes the samples of a batch and has no per-sample gradient."""
+    """Site of `nn.BatchNorm*d`: in training mode it mixes the samples of a batch and has no per-sample gradient."""
 
     kind = "norm"
 
     def check_per_sample(self, module: nn.Module) -> str | None:
-        """Batch statistics couple samples; running statistics do not."""
+        """Reason against batch statistics, which mix samples (training mode); None if running statistics are used."""
         if module.training or getattr(module, "running_mean", None) is None:
             return "mixes the samples of a batch, so they have no gradient of their own; expected GroupNorm, or eval()"
         return None
@@ -75,7 +75,7 @@ class BatchNorm(Site):
     def gradients(
         self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: object
     ) -> dict[str, PerSampleGradient]:
-        """Explain scale and shift."""
+        """Gradients of scale γ and shift β by rows, as `Summed` over positions, from batch or running statistics."""
         x, g = wide(saved[0]), wide(output_gradients[0])
         if module.training or getattr(module, "running_mean", None) is None:
             hat = _standardise(x.transpose(0, 1).flatten(1), float(module.eps))  # type: ignore[arg-type]
@@ -86,13 +86,13 @@ class BatchNorm(Site):
 
 
 def _standardise(x: Tensor, eps: float) -> Tensor:
-    """Zero mean and unit (biased) variance over the last axis."""
+    """`x` with zero mean and unit (biased) variance over the last axis."""
     centred = x - x.mean(-1, keepdim=True)
     return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
 
 
 def _running(module: nn.Module, x: Tensor) -> Tensor:
-    """Normalised with the module's running statistics, channels on axis 1."""
+    """`x` [B, C, …] normalised with the module's running mean and variance of each channel."""
     shape = (1, -1, *[1] * (x.dim() - 2))
     mean, variance = (getattr(module, name).to(x.dtype).reshape(shape) for name in ("running_mean", "running_var"))
     hat: Tensor = (x - mean) * torch.rsqrt(variance + float(module.eps))  # type: ignore[arg-type]
@@ -100,13 +100,13 @@ def _running(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _epsilon(module: nn.Module, dtype: torch.dtype) -> float:
-    """The epsilon under either of its names; `nn.RMSNorm(eps=None)` uses that of the input's dtype."""
+    """The norm layer's ε, named `eps` or `variance_epsilon`; if it is None (`nn.RMSNorm`), that of the input's dtype."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     return torch.finfo(dtype).eps if eps is None else float(eps)
 
 
 def _trailing_tokens(t: Tensor, batch: int, shape: tuple[int, ...]) -> Tensor:
-    """[k·B, …, *shape] as [B, T, numel(shape)]."""
+    """Rows [B·k, …, *shape], k per sample, as [B, T, N] with the N elements of `shape` last."""
     split = by_sample(t, batch)
     count = torch.Size(split.shape[1 : split.dim() - len(shape)]).numel()
     return split.reshape(batch, count, torch.Size(shape).numel())
@@ -151,7 +151,8 @@ HUGGING_FACE_RMS_NORMS = {
     "smollm3": "SmolLM3RMSNorm",
     "t5": "T5LayerNorm",
 }
-"""Model family and its class. γ may enter as γ or as 1+γ: its gradient is the same. Other classes use the generic site."""
+"""{model family: its RMSNorm class} of classes with the site `TrailingNorm`; classes not listed use the generic site. γ may
+enter as γ or as 1+γ: its gradient is the same."""
 for _family, _name in HUGGING_FACE_RMS_NORMS.items():
     register_site(
         f"transformers.models.{_family}.modeling_{_family}.{_name}", TrailingNorm(centred=False, in_float32=True)

@@ -1,4 +1,4 @@
-"""`nn.RNN`, `nn.LSTM`, `nn.GRU`: their states have the batch on axis 1, whatever `batch_first` says."""
+"""Site of `nn.RNN`, `nn.LSTM`, `nn.GRU`: their states have the batch on axis 1, whatever `batch_first` says."""
 
 from torch import Tensor, nn
 
@@ -7,29 +7,29 @@ from gramian.taps.sites.site_registry import register_site
 
 
 class Recurrent(Generic):
-    """A recurrent layer, through the generic exact fallback."""
+    """Site of `nn.RNN`, `nn.LSTM` and `nn.GRU`; per-sample gradients come from running the layer again sample by sample."""
 
     kind = "recurrent (generic)"
 
     def __init__(self) -> None:
-        """Own the module's direct parameters, which are all it has."""
+        """Compute gradients of the module's direct parameters, which are all it has (`whole=False`)."""
         super().__init__(whole=False)
 
     def check(self, module: nn.Module) -> str | None:
-        """The batch must be the first axis of the sequence."""
+        """Reason why this recurrent layer cannot be tapped: it needs batch_first=True. None if it can."""
         if not getattr(module, "batch_first", True):
             return "has the batch on axis 1; expected batch_first=True"
         return super().check(module)
 
     def input_layouts(self, names: list[str], inputs: list[Tensor], rows: list[int], batch: int) -> list[list[Layout]]:
-        """The sequence comes first; initial states are [layers, B, H]. Rows of windows: k·B of them, states likewise."""
+        """Batch axis of each input: 0 of the sequence, 1 of initial states [layers, B, H]; "grouped" if k rows per sample."""
         grouped = any(x.shape[0] != batch for name, x in zip(names, inputs, strict=True) if name in ("input", "0"))
         first: Layout = "grouped" if grouped else "first"
         second: Layout = "grouped_second" if grouped else "second"
         return [[first if name in ("input", "0") else second for name in names]]
 
     def output_layout(self, index: int, value: Tensor, batch: int) -> Layout:
-        """The sequence comes first; final states are [layers, B, H], or [layers, k·B, H]."""
+        """Batch axis of an output: 0 of the sequence (`index` 0), 1 of final states; "grouped" if it has k rows per sample."""
         if index == 0:
             return "first" if value.shape[0] == batch else "grouped"
         return "second" if value.shape[1] == batch else "grouped_second"

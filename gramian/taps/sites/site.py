@@ -17,30 +17,32 @@ SiteRun = tuple[Any, list[Tensor], Any]
 
 @dataclass(frozen=True)
 class LayerForm:
-    """A layer's weight as one matrix [out, in] that maps input tokens to output tokens."""
+    """A layer's weight as one matrix [outputs, inputs] that maps input tokens to output tokens, and how it is stored."""
 
     layout: Literal["out_in", "in_out", "kernel", "table"]
-    """Stored as that matrix, transposed, as [out, channels, *kernel], or as the rows [in, out] of a table."""
+    """How the weight is stored: as that matrix, transposed, as [out, channels, *kernel], or as rows [in, out] of a table."""
     inputs: int
     outputs: int
 
 
 @dataclass(frozen=True)
 class Sides:
-    """The two sides of one use of a layer that has a form: the weight's gradient is Σ_t g_t a_tᵀ."""
+    """Inputs a_t and output gradients g_t of one call of a layer with a matrix form: the weight's gradient is Σ_t g_t a_tᵀ."""
 
     inputs_BT: Tensor
-    """a [B, T, in]; of a table the indices [B, T]."""
+    """Inputs a [B, T, in] by token; for a table the indices [B, T]."""
     gradients_BTO: Tensor
-    """g [B, T, out]."""
+    """Output gradients g [B, T, out] by token."""
     counted_BT: Tensor | None = None
-    """False for tokens that the layer itself leaves out; None: all count."""
+    """Mask [B, T], False for tokens that the layer itself ignores (padding index); None: all count."""
     outputs: Callable[[Tensor], Tensor] | None = None
-    """The layer applied to rows of inputs, wide."""
+    """Function that applies the layer to rows of inputs, in float32 or float64; None if the layer has none."""
 
 
 class Site:
-    """A kind of layer. Subclasses implement `gradients`; the defaults fit a layer with one input and one output.
+    """How gramian taps one kind of layer: how it runs, what it saves, and the per-sample gradients of its parameters.
+
+    Subclasses implement `gradients`; the defaults fit a layer with one input and one output.
 
     ```python
     class Scale(gramian.Site):  # y = x ⊙ s, with one parameter s
@@ -55,18 +57,18 @@ class Site:
     compiles: bool = True
     """False if the layer must run in eager mode: `torch.compile` then breaks the graph around it, or refuses."""
     whole: bool = False
-    """True if the parameters of all children are explained here, so that the children are not tapped."""
+    """True if this site computes the gradients of all child modules too, so that the children are not tapped."""
 
     def owned(self, module: nn.Module) -> tuple[str, ...]:
-        """Local names of the parameters whose entire gradient `gradients` explains."""
+        """Local names of the parameters of `module` whose entire gradient the method `gradients` computes."""
         return tuple(name for name, p in module._parameters.items() if p is not None)
 
     def check(self, module: nn.Module) -> str | None:
-        """Why this instance cannot be tapped, and what is expected instead; None if it can."""
+        """Reason why this module cannot be tapped, and what is expected instead; None if it can."""
         return None
 
     def check_per_sample(self, module: nn.Module) -> str | None:
-        """Why samples cannot be told apart in this instance as it is now; None if they can."""
+        """Reason why this module has no per-sample gradients in its present mode (it mixes samples, say); None if it has."""
         return None
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> SiteRun:
@@ -86,7 +88,7 @@ class Site:
     def gradients(
         self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
     ) -> dict[str, PerSampleGradient]:
-        """Explain the gradient of each owned parameter that requires one.
+        """Per-sample gradients of each owned parameter that requires one, from saved inputs and output gradients.
 
         Args:
             module: the layer.
@@ -101,11 +103,11 @@ class Site:
         raise NotImplementedError
 
     def form(self, module: nn.Module) -> LayerForm | None:
-        """The layer as one matrix, for which K-FAC has factors; None if it is not one matrix."""
+        """The weight of `module` as one matrix, for K-FAC factors; None if the layer is not one matrix."""
         return None
 
     def sides(self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int) -> Sides:
-        """Inputs and output gradients of a layer that has a form and a trainable weight."""
+        """Inputs and output gradients by token, of a call of a layer that has a matrix `form` and a trainable weight."""
         raise NotImplementedError
 
 
@@ -116,7 +118,10 @@ def trains(module: nn.Module, name: str) -> bool:
 
 
 def observed(leaves: Sequence[Any], withheld: bool) -> list[int]:
-    """Places of the outputs whose gradient is observed: those that autograd reaches, or could if weights were not withheld."""
+    """Indices of the floating-point outputs (`leaves`) whose gradient the tap observes: those that require a gradient.
+
+    `withheld`: the layer ran on detached weights, so that all are observed.
+    """
     tensors = [(i, y) for i, y in enumerate(leaves) if isinstance(y, Tensor) and y.is_floating_point()]
     return [i for i, y in tensors if withheld or y.requires_grad]
 
@@ -134,10 +139,10 @@ def first_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
 
 
 def by_sample(t: Tensor, batch: int) -> Tensor:
-    """View rows of shape [k·B, …], or one shared row [1, …], as [B, k, …].
+    """View [B·k, …], the k rows of a sample next to each other, as [B, k, …]; one shared row [1, …] is expanded to [B, 1, …].
 
     Raises:
-        GramianError: if the rows are neither; the caller adds the layer's name.
+        GramianError: if the number of rows is neither 1 nor a multiple of `batch` (B); the caller adds the layer's name.
     """
     rows = t.shape[0] if t.dim() else 0
     if rows == 1 and batch != 1:
@@ -153,6 +158,6 @@ def by_sample(t: Tensor, batch: int) -> Tensor:
 
 
 def tokens(t: Tensor, batch: int) -> Tensor:
-    """View [k·B, …, N] as [B, T, N], features last."""
+    """View [B·k, …, N], k rows per sample and features last, as [B, T, N]: T tokens per sample."""
     split = by_sample(t, batch)
     return split.reshape(batch, torch.Size(split.shape[1:-1]).numel(), t.shape[-1])

@@ -1,4 +1,4 @@
-"""The registry of sites by class of layer."""
+"""The registry of sites, which define how a kind of layer is tapped, by class of layer."""
 
 from torch import nn
 
@@ -10,7 +10,7 @@ _BY_NAME: dict[str, Site] = {}
 
 
 def register_site(layer: type[nn.Module] | str, site: Site) -> None:
-    """Tap instances of a class with this site.
+    """Register a site for a class of layers: captures then tap its instances with this site.
 
     ```python
     gramian.register_site(MyLinear, MyLinearSite())
@@ -29,7 +29,7 @@ def register_site(layer: type[nn.Module] | str, site: Site) -> None:
 
 
 def site_for(module: nn.Module) -> Site | None:
-    """The site of a module, a generic one for unknown layers, None for modules without parameters of their own.
+    """The site (how it is tapped) of a module; a generic one for unknown layers, None for modules without own parameters.
 
     A class is known if it, or a base class whose `forward` it inherits, is registered, and its parameters are ordinary
     ones (not computed by a parametrization). An instance whose `forward` somebody replaced is unknown.
