@@ -30,7 +30,7 @@ def report(use: TapUse, saved: list[Tensor], gradients: list[Tensor]) -> None:
     if use.pass_ is None or use.pass_.closed:
         raise GramianError(SECOND_BACKWARD)
     model, pass_, extra = use.model, use.pass_, use.extra
-    if not model.rule.again:
+    if not model.rule.another_backward_follows:
         use.pass_ = use.extra = None  # the graph outlives the backward
     try:
         _receive(model, pass_, use.tap, use.ordinal, saved, gradients, extra, borrowed=False)

@@ -270,7 +270,7 @@ class PassBook:
                     self._deliver(pass_, name, borrowed=False)  # incomplete uses were copied
                 if self.current is pass_:
                     self.current = None
-            again = self._rule().again
+            again = self._rule().another_backward_follows
             try:
                 for pass_ in touched.values():
                     self._refuse_unexplained(pass_)

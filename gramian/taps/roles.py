@@ -120,7 +120,7 @@ class GradientRule(Protocol):
 
     withholds: bool
     """True if autograd must not form weight gradients: the tapped layer then runs on detached weights."""
-    again: bool
+    another_backward_follows: bool
     """True in the FIRST of two backwards through one forward, so that the pass stays open; False in the second, or if there is
     only one. The second backward reports to the rule alone."""
 
@@ -132,7 +132,7 @@ class Ordinary:
     """The default gradient rule: autograd forms weight gradients, `p.grad` is what it would be without gramian."""
 
     withholds = False
-    again = False
+    another_backward_follows = False
 
     def foresee(self, tap: Any, saved: list[Tensor], output: Any) -> None:
         """Do nothing: the ordinary rule plans nothing from the shapes of a layer that ran."""
@@ -142,7 +142,7 @@ class Withheld:
     """Gradient rule under which autograd forms no weight gradient, which saves work; statistics still see every record."""
 
     withholds = True
-    again = False
+    another_backward_follows = False
 
     def foresee(self, tap: Any, saved: list[Tensor], output: Any) -> None:
         """Do nothing: this rule plans nothing from the shapes of a layer that ran."""

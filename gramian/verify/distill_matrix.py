@@ -30,7 +30,7 @@ from gramian.models.gpt import GPT, GPTConfig
 from gramian.models.token_sampling import evaluation_mode
 from gramian.oracles.dense_distill_loss import DistillReference, reference
 from gramian.parallel.process_grid import ProcessGrid
-from gramian.parallel.wrap import wrap_data_parallel
+from gramian.parallel.wrap_data_parallel import wrap_data_parallel
 from gramian.train.loop.objective import IGNORED
 from gramian.verify.checks import Comparison, VerifyCheck, relative_error
 from gramian.verify.model_layouts import gathered

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from gramian.distill.distill_objective import REPORTED_SUMS
 from gramian.distill.teaching import EXTRA_FIELDS
 from gramian.parallel.process_grid import ProcessGrid
-from gramian.parallel.wrap import blocks_of
+from gramian.parallel.wrap_data_parallel import blocks_of
 from gramian.train.build.run_parts import build
 from gramian.train.config.config import parse_config
 from gramian.train.loop.plain_stepper import PlainStepper

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from gramian.core.errors import GramianError
 from gramian.distill.loss.feature_loss import FeatureLoss
-from gramian.parallel.wrap import blocks_of
+from gramian.parallel.wrap_data_parallel import blocks_of
 from tests.distill.test_features import gram_cka
 
 B, T, D, E = 3, 7, 5, 8

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from gramian.models import Goose, GooseConfig, generate_text_tokens
-from gramian.parallel.wrap import blocks_of
+from gramian.parallel.wrap_data_parallel import blocks_of
 from tests.kit.processes import distributed
 
 pytestmark = pytest.mark.xdist_group("processes")

@@ -21,7 +21,7 @@ from gramian.curvature.estimate.kronecker_sums import BlockSums
 from gramian.curvature.persist import curvature_record
 from gramian.curvature.refresh.build_factors import Builder, NotFinite, Placement, free_memory, make_blocks
 from gramian.curvature.refresh.join_sums import Join
-from gramian.curvature.refresh.rank_report import sums_report
+from gramian.curvature.refresh.process_report import sums_report
 from gramian.curvature.refresh.refresh_schedule import drop_refresh, fail_refresh, refresh_rendezvous
 from gramian.curvature.refresh.shared_factorisation import SharedFactorisation
 from gramian.curvature.state import CurvatureState

@@ -2,8 +2,8 @@
 
 Legend: W processes, T_r tokens of process r, ΣT of all, N width of a side (with the bias), N_r = N/W of it.
 
-Every process has sums over its own tokens. The reports of all ranks (`rank_report`) decide everything that follows: which sides
-share their inputs, which tokens a keyed subset keeps, which form a side has, which collectives come and in which order.
+Every process has sums over its own tokens. The reports of all ranks (`process_report`) decide everything that follows: which
+sides share their inputs, which tokens a keyed subset keeps, which form a side has, which collectives come and in which order.
 
 | reduction | data that travels | bytes that leave a process | it then has |
 |---|---|---|---|
@@ -28,7 +28,7 @@ from gramian.curvature.blocks.representation import Representation, representati
 from gramian.curvature.estimate.kronecker_sums import BlockSums
 from gramian.curvature.estimate.token_moments import StoragePolicy, TokenMoment, WeightedColumns, smallest
 from gramian.curvature.options import Options
-from gramian.curvature.refresh.rank_report import ROLES, RankReport, dtype_named, read_side
+from gramian.curvature.refresh.process_report import ROLES, RankReport, dtype_named, read_side
 from gramian.linalg import WIDEST_DENSE
 from gramian.linalg.wide import wide
 from gramian.parallel.exchange import Exchange

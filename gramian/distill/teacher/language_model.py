@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gramian.core.errors import GramianError
-from gramian.parallel.wrap import blocks_of
+from gramian.parallel.wrap_data_parallel import blocks_of
 
 _NOT_HASHED = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures")
 

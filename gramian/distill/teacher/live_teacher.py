@@ -15,7 +15,7 @@ from gramian.core.errors import GramianError
 from gramian.distill.teacher.head_proof import check_causal, head_of, stream_width
 from gramian.distill.teacher.language_model import body_of, check_layers, hidden_of, is_native, linear_of, teacher_hash
 from gramian.distill.teacher.signal import DenseSignal, tensors_of
-from gramian.parallel.wrap import blocks_of
+from gramian.parallel.wrap_data_parallel import blocks_of
 
 
 class LiveTeacher:

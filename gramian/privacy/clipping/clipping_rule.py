@@ -66,7 +66,7 @@ class Clipping:
         """Function called when a repeated row proof failed."""
         self._hub, self._trained, self._receiver = hub, dict(trained), receiver
         self._options, self._tuning, self._stopwatch = options, tuning, stopwatch
-        self.again = False
+        self.another_backward_follows = False
         """True in the FIRST of two backwards through one forward, which computes norms only; False otherwise."""
         self._allows_two_passes = False
         self.last: ClippedBatch | None = None
@@ -96,12 +96,12 @@ class Clipping:
             if plan is None or not plan.two_pass:
                 loss.backward()
                 return
-            self.again = True
+            self.another_backward_follows = True
             try:
                 with self._stopwatch.time("backward", "first", cuda=loss.is_cuda):
                     loss.backward(retain_graph=True)
             finally:
-                self.again = False
+                self.another_backward_follows = False
             with self._stopwatch.time("backward", "second", cuda=loss.is_cuda):
                 loss.backward()
         finally:
@@ -185,7 +185,7 @@ class Clipping:
             self._trained,
             self._options.max_grad_norm,
             self._stopwatch,
-            norms_only=self.again,
+            norms_only=self.another_backward_follows,
             ignored=not accumulates(self._leaf),
             placeholder=info.number in self._placeholders,
             start_time=self._stopwatch.now(self._cuda),
@@ -198,7 +198,7 @@ class Clipping:
         return work
 
     def _refuse_over_budget(self, work: ClippingWork) -> None:
-        unplanned = work.plan is None and self._options.clipping == "two_pass" and not self.again
+        unplanned = work.plan is None and self._options.clipping == "two_pass" and not self.another_backward_follows
         if not unplanned and (work.plan is None or not work.plan.two_pass or self._allows_two_passes):
             return
         self._works.clear()

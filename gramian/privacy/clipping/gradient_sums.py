@@ -20,7 +20,7 @@ from gramian.core.errors import GramianError
 from gramian.linalg.wide import wide
 from gramian.parallel.data_parallel import as_sharded, local, local_rows, reduce_to_shard, wait_for_shard
 from gramian.parallel.process_grid import ProcessGrid
-from gramian.privacy.audit.integrity import ChangeDetector
+from gramian.privacy.audit.change_detection import ChangeDetector
 from gramian.privacy.clipping.deferred_read import read_later
 from gramian.privacy.clipping.loss_scaling import Scaling
 from gramian.privacy.clipping.step_timing import Stopwatch

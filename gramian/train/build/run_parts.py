@@ -17,7 +17,7 @@ from gramian.models.goose import Goose
 from gramian.models.gpt import GPT
 from gramian.optim.precondition import KL_CLIP, precondition
 from gramian.parallel.process_grid import ProcessGrid
-from gramian.parallel.wrap import wrap_data_parallel
+from gramian.parallel.wrap_data_parallel import wrap_data_parallel
 from gramian.plan.host_memory import HostPlan
 from gramian.train.build.build_model import build_model, set_recomputation
 from gramian.train.build.build_optimizer import build_optimizer

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from gramian.curvature import KFACNaturalGradient
 from gramian.data import StepBatch
 from gramian.parallel.process_grid import ProcessGrid
-from gramian.parallel.wrap import gradient_sync
+from gramian.parallel.wrap_data_parallel import gradient_sync
 from gramian.train.loop.precision import Precision
 from gramian.train.loop.stepper import Stepper, TakenStep, seed_all, terms_and_ids
 
