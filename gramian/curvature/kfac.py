@@ -74,31 +74,31 @@ class KFACNaturalGradient:
         memory_budget: int | str | None = None,
         process_group: Any = None,
     ) -> None:
-        """Check the options; no model is needed yet.
+        """Check and store the options; the model comes with the first capture.
 
         Args:
-            damping: λ.
-            damping_A: λ_A of factored damping; None: λ.
-            damping_G: λ_G of factored damping; None: λ.
+            damping: λ that is added to F = G ⊗ A, or to its factors, as damping_mode says.
+            damping_A: λ that factored damping adds to A, or joint damping to G ⊗ A; None: `damping`.
+            damping_G: λ that factored damping adds to G (joint damping: equal to damping_A); None: `damping`.
             ema_decay: β of the debiased moving average over refreshes; 0: the last refresh alone.
             update_freq: captures and collections from one refresh to the next; the first one refreshes.
             min_layer_size: narrower layers get an exact block or a diagonal instead of K-FAC.
-            use_eigenvalue_correction: clip the damped spectrum at σ_max/κ.
+            use_eigenvalue_correction: clip: raise damped eigenvalues to at least the largest one divided by κ.
             max_condition_number: κ of the clip.
-            kfac_use_woodbury: False: no low-rank factors.
+            kfac_use_woodbury: whether low-rank factors may be used.
             kfac_policy: "all", "auto", "hybrid" or "small_only"; see docs/concepts/kfac.md.
             kfac_big_threshold: width of G from which "hybrid" uses low rank.
             kfac_true_fisher_head: the exact Fisher of the softmax head in place of an estimate.
             kfac_eps: first Cholesky jitter, relative to the mean diagonal.
-            kfac_auto_rho: "auto" uses low rank while T ≤ ρ·o.
+            kfac_auto_rho: ρ; kfac_policy "auto" uses low rank while T tokens ≤ ρ·(width of G).
             kfac_auto_t_max: most tokens (columns) of a low-rank factor.
             woodbury_store_device: device on which factors are stored: "auto", "cuda" or "cpu".
             woodbury_dtype: dtype of stored factors: "fp16", "bf16", "fp32" or "fp64"; None: fp16, and fp64 for float64 models.
             kfac_distributed_reduce: how processes join low-rank sides: "gram" (rows sharded by features), "gather" (all rows on
                 each), "dense" (matrices added), "none" (each process by itself). See docs/concepts/kfac_processes.md.
-            damping_mode: "pi", "factored" or "joint".
+            damping_mode: "pi" (λ split by traces), "factored" (λ_A and λ_G) or "joint" (λ on the product).
             weight_sharing: "expand" (tokens are samples) or "reduce" (a sample's tokens are one).
-            max_tokens: size of a keyed, rescaled subset of tokens per refresh; None: all.
+            max_tokens: size of a random, rescaled subset of tokens per refresh; None: all.
             seed: seed of token subsets and drawn labels.
             strict: raise where a refresh is dropped, something falls back, or a parameter is not covered.
             ekfac: second moments of per-sample gradients in K-FAC's eigenbasis in place of its eigenvalues; needs
@@ -111,32 +111,32 @@ class KFACNaturalGradient:
 
     @property
     def options(self) -> Options:
-        """The options as given."""
+        """The `Options` that this object was created with, unchanged."""
         return self.state.options
 
     @property
     def kfac_factors(self) -> dict[str, Block]:
-        """{layer: its block, with `.A` and `.G` undamped and unclipped}; other blocks by parameter, their `.A` is None."""
+        """{layer: K-FAC `Block` with factors `.A` and `.G`, undamped}; other blocks by parameter name, with `.A` None."""
         return self.state.blocks
 
     @property
     def steps(self) -> int:
-        """Captures and collections so far."""
+        """Number of calls of `capture` and `collect_kfac_factors` so far, whether or not they refreshed the factors."""
         return self.state.steps
 
     @property
     def refreshes(self) -> int:
-        """Captures and collections that made new factors."""
+        """Number of calls of `capture` and `collect_kfac_factors` that made new factors."""
         return self.state.refreshes
 
     @property
     def dropped(self) -> list[dict[str, Any]]:
-        """Refreshes that left the factors as they were: {"step", "reason"} of each."""
+        """Refreshes that were rejected, so that the factors stayed as they were: [{"step": its number, "reason": text}]."""
         return self.state.dropped
 
     @property
     def head(self) -> str | None:
-        """The layer whose outputs are the logits, as far as it is known."""
+        """Name of the layer whose outputs are the logits; None while it is not known."""
         return self.state.head
 
     # ---- estimation ------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class KFACNaturalGradient:
         head: str | None = None,
         force: bool = False,
     ) -> KFACCapture | IdleCapture:
-        """Estimate on the user's own passes: the backward inside the `with` block brings the factors.
+        """A context that estimates the Fisher from the user's own backward inside it, and makes new factors at its end.
 
         Args:
             model: the user's model.
@@ -187,7 +187,7 @@ class KFACNaturalGradient:
         head: str | None = None,
         force: bool = False,
     ) -> dict[str, Block]:
-        """Estimate on passes of its own; the user's gradients, mode and random state stay as they are.
+        """Run passes over a batch and make factors of them; the user's gradients, mode and random state stay as they are.
 
         Args:
             model: a model that returns logits, alone or as `.logits`.
@@ -212,7 +212,7 @@ class KFACNaturalGradient:
     def compute_natural_gradient(
         self, model: nn.Module, power: float = -1.0, gradients: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """(F + damping)^power applied to the gradient.
+        """(F + damping)^power ∇ for the gradient ∇ of every parameter; power -1 gives the natural gradient.
 
         Args:
             model: its `p.grad` are read; nothing is changed.
@@ -225,7 +225,7 @@ class KFACNaturalGradient:
         return natural_gradient.natural_gradient(self.state, module_of(model), power, gradients)
 
     def compute_fisher_vector_product(self, vector: Mapping[str, Tensor], damped: bool = False) -> dict[str, Tensor]:
-        """F v, or with `damped` (F + damping) v, clip included: the operator that power -1 inverts.
+        """F v for the estimated Fisher F; with `damped` (F + damping) v, clip included, which power -1 inverts.
 
         Args:
             vector: {parameter: tensor}; the bias of a layer whose weight is there counts as zero if it is missing.
@@ -237,18 +237,18 @@ class KFACNaturalGradient:
         return natural_gradient.fisher_vector_product(self.state, vector, damped)
 
     def quadratic_form(self, vector: Mapping[str, Tensor], damped: bool = False) -> float:
-        """vᵀ F v, or vᵀ (F + damping) v."""
+        """vᵀ F v, a float, for v = {parameter: tensor} and the estimated Fisher F; `damped`: F + damping in place of F."""
         return inner(vector, self.compute_fisher_vector_product(vector, damped))
 
     def natural_gradient_norm(self, model: nn.Module, gradients: Mapping[str, Tensor] | None = None) -> float:
-        """√(∇ᵀ (F + damping)⁻¹ ∇)."""
+        """√(∇ᵀ (F + damping)⁻¹ ∇) as a float; ∇ is `gradients`, {parameter: tensor}, or if None the model's `p.grad`."""
         if gradients is None:
             gradients = natural_gradient.gradients_of(unwrap(model))
         squared = inner(gradients, self.compute_natural_gradient(model, gradients=gradients))
         return math.sqrt(max(squared, 0.0))
 
     def trust_region_scale(self, step: Mapping[str, Tensor], kl: float) -> float:
-        """min(1, √(kl / (½ δᵀFδ))): the factor with which a step δ moves the model by at most `kl` nats.
+        """min(1, √(kl / (½ δᵀFδ))): the factor for a step δ with which it moves the model by at most `kl` nats.
 
         Args:
             step: δ, {parameter: tensor}.
@@ -262,7 +262,7 @@ class KFACNaturalGradient:
 
     @property
     def coverage(self) -> Coverage:
-        """How every parameter of the captured model is approximated."""
+        """How each parameter of the captured model is approximated: by K-FAC, an exact block, a diagonal or not at all."""
         return curvature_record.coverage(self.state)
 
     def record(self) -> dict[str, Any]:
@@ -270,16 +270,16 @@ class KFACNaturalGradient:
         return curvature_record.record(self.state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Factors, counters and options: tensors and plain values only."""
+        """Factors, counters and options as a dict of tensors and plain values; sharded rows are gathered (collective)."""
         return factor_file.state_dict(self.state)
 
     def load_state_dict(self, saved: Mapping[str, Any], model: nn.Module | None = None) -> None:
-        """Replace factors and counters; nothing changes if they do not fit.
+        """Replace factors and counters by saved ones; nothing changes if they do not fit the model.
 
         Args:
             saved: a value of `state_dict`.
             model: checked against the factors if given; else it is checked when they are used. Processes that share a model and
-                shard rows (`"gram"`) all load with it: each keeps its own rows, as a refresh would leave them.
+                shard rows (`"gram"`) must all pass it: each then stores its own rows alone, as after a refresh.
         """
         exchange = None
         if model is not None and self.options.kfac_distributed_reduce == "gram":
@@ -287,22 +287,25 @@ class KFACNaturalGradient:
         factor_file.load(self.state, saved, None if model is None else unwrap(model), exchange)
 
     def save(self, path: str) -> None:
-        """Write `state_dict` as one safetensors file."""
+        """Write the value of `state_dict` into one safetensors file."""
         factor_file.save(self.state, path)
 
     def load(self, path: str, model: nn.Module | None = None) -> None:
-        """Read a file that `save` wrote; as `load_state_dict`."""
+        """Replace factors and counters by those of a file that `save` wrote; `model`, if given, is checked against them."""
         self.load_state_dict(factor_file.read(path), model)
 
     def save_sharded(self, folder: str) -> None:
-        """Write the state into a new folder that all processes see, every process its rows. Collective.
+        """Write factors, counters and options into a new folder that all processes see, each its own rows. Collective.
 
         Nothing is gathered, and any number of processes can load it again.
         """
         factor_folder.save(self.state, folder, self.state.exchange or refresh_schedule.default_exchange(self.state))
 
     def load_sharded(self, folder: str, model: nn.Module | None = None) -> None:
-        """Read a folder that `save_sharded` wrote, on any number of processes; as `load_state_dict`. Collective."""
+        """Replace factors and counters by those of a folder that `save_sharded` wrote, on any number of processes. Collective.
+
+        `model`, if given, is checked against the factors, and its processes shard the rows as in a refresh.
+        """
         if model is None:
             factor_folder.load(self.state, folder, None, refresh_schedule.default_exchange(self.state))
         else:
@@ -331,9 +334,9 @@ class KFACNaturalGradient:
             inputs: in place of tokens, the arguments of one forward over all data of a refresh (meta tensors do), which shows
                 every layer's own tokens, and which layers share one A.
             head: name of the layer whose outputs are the logits; None: as the model states it, or the last linear layer.
-            fisher_type: as of `collect_kfac_factors`; "true" makes the head exact.
-            power: of the natural gradients to come; any but -1 needs eigenvectors.
-            algebra: dtype of small systems: float64, or float32 where κ is known to let it do.
+            fisher_type: that of `collect_kfac_factors`; "true" makes the head exact.
+            power: exponent of later `compute_natural_gradient` calls; any but -1 needs eigenvectors.
+            algebra: dtype of small systems: float64, or float32 where condition numbers are known to allow it.
             activations: their dtype, where autocast makes it another than the parameters'.
             device: where the model will run; None: where it is.
             free: bytes free there, for "auto" storage and eigendecompositions; None: enough.
@@ -366,7 +369,7 @@ class KFACNaturalGradient:
 
         Args:
             damping: λ of log_det, effective_dimension and condition_number, which are those of F + λI whatever `damping_mode`
-                is; None: this object's `damping`. All else is undamped and unclipped.
+                is; None: the option `damping`, or under "joint" `damping_A` if given. All else is undamped and unclipped.
             n: samples, for the heuristic pac_bayes = √(trace/n); None: without it.
 
         Returns:

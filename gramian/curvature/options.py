@@ -1,4 +1,4 @@
-"""The options of K-FAC, checked once, by name."""
+"""The options of K-FAC as a frozen dataclass that checks each of them by name when it is created."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARING = ("expand", "reduce")
 
 @dataclass(frozen=True)
 class Options:
-    """Every option of `KFACNaturalGradient`, as given; see there for what each does."""
+    """All options of `KFACNaturalGradient`, whose constructor explains each of them."""
 
     damping: float
     damping_A: float | None
@@ -50,7 +50,7 @@ class Options:
     ekfac: bool = False
 
     def __post_init__(self) -> None:
-        """Raise for the first option that cannot work, with the values that would."""
+        """Raise a GramianError for the first option whose value is not allowed; the message names the values that are."""
         for name in ("damping", "damping_A", "damping_G", "kfac_eps", "kfac_auto_rho"):
             value = getattr(self, name)
             if value is None and name.startswith("damping_"):
@@ -107,12 +107,12 @@ class Options:
 
     @property
     def budget(self) -> int | None:
-        """memory_budget in bytes; None: no limit."""
+        """The option `memory_budget` in bytes; None: no limit."""
         return parse_bytes("memory_budget", self.memory_budget)
 
     @property
     def lambdas(self) -> Lambdas:
-        """λ, λ_A and λ_G; the last two are λ where they are not given."""
+        """Options `damping`, `damping_A` and `damping_G` as `Lambdas`; the last two are `damping` where they are None."""
         return Lambdas(
             self.damping,
             self.damping if self.damping_A is None else self.damping_A,
@@ -121,27 +121,27 @@ class Options:
 
     @property
     def damps_product(self) -> bool:
-        """True if λ is added to G ⊗ A itself, which takes eigenvectors of both sides for every power."""
+        """True if `damping_mode` adds λ to the product G ⊗ A ("joint"), which takes eigenvectors of both sides."""
         return DAMPING_MODES[self.damping_mode].on_product
 
     @property
     def joint_lambda(self) -> float:
-        """λ of joint damping, and of blocks that are not Kronecker products."""
+        """One λ that stands for the damping in logs and capacity metrics: that of joint damping, else `damping`."""
         return self.lambdas.A if self.damps_product else self.damping
 
     @property
     def max_condition(self) -> float | None:
-        """κ of the clip; None: no clip."""
+        """κ of the clip, which raises damped eigenvalues to (largest)/κ; None if the clip is off or κ is infinite."""
         limited = self.use_eigenvalue_correction and math.isfinite(self.max_condition_number)
         return self.max_condition_number if limited else None
 
     @property
     def low_rank(self) -> bool:
-        """Whether low-rank factors are used at all."""
+        """True if the options allow low-rank factors: `kfac_use_woodbury` is on and `kfac_policy` is not "small_only"."""
         return self.kfac_use_woodbury and self.kfac_policy != "small_only"
 
     def storage_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """Dtype of factors at rest, for parameters of this dtype."""
+        """Dtype of stored factors: `woodbury_dtype`, else float64 for float64 parameters and float16 for all others."""
         if self.woodbury_dtype is not None:
             return DTYPES[self.woodbury_dtype]
         return torch.float64 if model_dtype == torch.float64 else torch.float16
@@ -159,12 +159,12 @@ def _one_of(name: str, value: Any, accepted: tuple[str, ...]) -> None:
 
 
 def check_count(name: str, value: Any) -> None:
-    """Raise unless the argument `name` is an integer of at least 1."""
+    """Raise a GramianError unless `value`, the argument `name`, is an integer of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise GramianError(f"{name}: expected an integer of at least 1, got {value!r}")
 
 
 def check_seed(seed: Any) -> None:
-    """Raise unless a value is an integer of 64 bits."""
+    """Raise a GramianError unless `seed` is a signed 64-bit integer."""
     if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
         raise GramianError(f"seed: expected an integer of 64 bits, got {seed!r}")

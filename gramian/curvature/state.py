@@ -1,4 +1,4 @@
-"""What a K-FAC object knows between two calls: one explicit value that every stage receives.
+"""The state of a K-FAC object between two calls, as one explicit value that every stage receives.
 
 A capture fills sums (estimate), sums become factors (refresh), factors meet gradients (apply), and all of it is saved and
 reported (persist). Each stage is a set of functions of a `CurvatureState`; none imports the façade `kfac.py`.
@@ -26,82 +26,82 @@ class CurvatureState:
 
     options: Options
     process_group: Any = None
-    """The processes that share the data, as the user gave them; None: they are found at each capture."""
+    """The process group that the user gave; None: the processes that share the data are found at each capture."""
 
     # ---- model and factors ----
     model_ref: weakref.ref[nn.Module] | None = None
-    """The captured module, unwrapped, for as long as the user keeps it."""
+    """Weak reference to the captured module, without wrappers such as DDP; None before the first capture."""
     specs: dict[str, Spec] = field(default_factory=dict)
-    """{block: its parameters, shapes and kind} of the captured model."""
+    """{block name: its parameters, shapes and kind} for the captured model."""
     blocks: dict[str, Block] = field(default_factory=dict)
-    """{block: its factors}; blocks that no data has reached are missing."""
+    """{block name: `Block` with its factors}; blocks that no captured data has reached are missing."""
     head: str | None = None
-    """The layer whose outputs are the logits, as far as it is known."""
+    """Name of the layer whose outputs are the logits; None while it is not known."""
     factorisations: SharedFactorisation = field(default_factory=lambda: SharedFactorisation(None))
-    """Which process factorises which of the current factors."""
+    """Assignment of the current factors to the processes that factorise them."""
 
     # ---- steps ----
     steps: int = 0
-    """Captures and collections so far."""
+    """Number of captures and collections so far, whether or not they refreshed the factors."""
     refreshes: int = 0
-    """Those of them that made new factors."""
+    """Number of captures and collections that made new factors."""
     last_refresh: int | None = None
-    """The step of the last refresh."""
+    """Number of the step at which the factors were last refreshed; None before that."""
     capturing: bool = False
     """True inside the `with` block of a capture."""
     dropped: list[dict[str, Any]] = field(default_factory=list)
-    """Refreshes that left the factors as they were: {"step", "reason"} of each."""
+    """Refreshes that were rejected, so that the factors stayed as they were: {"step", "reason"} of each."""
     generator: torch.Generator = field(default_factory=torch.Generator)
     """Source of the seeds of drawn labels and token subsets."""
     generator_before_step: torch.Tensor | None = None
-    """The generator's state before the current step drew its seeds."""
+    """State of `generator` before the current step drew its seeds."""
     seeds: tuple[int, int] = (0, 0)
-    """Seeds of the current refresh."""
+    """The two seeds of the current refresh, from which drawn labels and token subsets are keyed."""
 
     # ---- processes ----
     world_size: int = 1
-    """Processes at the last capture."""
+    """Number of processes at the last capture."""
     shared_refreshes: int = 0
-    """Refreshes that several processes began together."""
+    """Number of refreshes that several processes began together."""
     group_number: tuple[Any, int] | None = None
-    """A process group, and this object's number among the objects that its processes share."""
+    """(process group, number of this K-FAC object among those that the group's processes share); None before the first use."""
 
     # ---- facts for the record ----
     padding: dict[str, list[float]] = field(default_factory=dict)
     """{layer: [tokens counted, loss terms]} of the last refresh, where tokens without a loss term were counted too."""
     loss_coefficient: float | None = None
-    """Coefficient of one loss term relative to the stated one, where the first refresh found it to differ."""
+    """Measured coefficient of one loss term divided by the stated one, if the first refresh found that they differ."""
     coefficient_checked: bool = False
     softmax_checked: bool = False
     separate_processes_logged: bool = False
     without_curvature: set[str] = field(default_factory=set)
-    """Parameters whose gradients were returned unchanged because no capture has reached them."""
+    """Names of parameters whose gradients were returned unchanged because no capture has reached them."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Duration of the last refresh ("build") and of the last use ("apply")."""
+    """Duration in seconds of the last refresh ("build") and of the last application to a vector ("apply")."""
     sent: dict[str, int] = field(default_factory=dict)
-    """Bytes that left this process in the last refresh, by kind of collective."""
+    """{kind of collective: bytes that left this process for it in the last refresh}."""
 
     def __post_init__(self) -> None:
-        """Seed the generator."""
+        """Seed `generator` with the option `seed`."""
         self.generator.manual_seed(self.options.seed)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or a pickle belongs to no process group, and to no model until it captures one or is loaded with one."""
+        """Fields for a copy or a pickle, without process group and model, which the copy gets from a capture or a load."""
         detached = {"model_ref": None, "group_number": None, "process_group": None}
         return {**self.__dict__, **detached, "factorisations": SharedFactorisation(None)}
 
     @property
     def model(self) -> nn.Module | None:
-        """The captured module; None before a capture, or if it is gone."""
+        """The captured module; None before a capture, or if the user has freed it."""
         return None if self.model_ref is None else self.model_ref()
 
     @property
     def exchange(self) -> Exchange | None:
-        """The processes that have the same factors; None: this one alone."""
+        """Collectives among the processes that have the same factors; None if only this process has them."""
         return self.factorisations.exchange
 
     def checked_specs(self, root: nn.Module) -> dict[str, Spec]:
-        """The blocks of a model, after a check that they are those the factors belong to.
+        """{block name: `Spec`} of the model `root`; an error if a block that has factors has changed since the capture.
 
         A block whose parameters are all frozen now keeps its factors until they train again.
         """
@@ -119,17 +119,17 @@ class CurvatureState:
         return specs
 
     def parameters_outside_blocks(self) -> dict[str, int]:
-        """{trainable parameter of the captured model: its elements} for those that no block contains."""
+        """{trainable parameter of the captured model that no block contains: its number of elements}."""
         in_blocks = {p for spec in self.specs.values() for p in spec.parameters}
         known = [] if self.model is None else unique_parameters(self.model)
         return {name: p.numel() for name, p in known if p.requires_grad and name not in in_blocks}
 
     def require_factors(self) -> None:
-        """Raise before the first refresh."""
+        """Raise a GramianError if there are no factors yet, that is before the first refresh."""
         if not self.blocks:
             raise GramianError("kfac: has no factors yet; expected a capture or collect_kfac_factors before")
 
     def refuse_nested(self) -> None:
-        """Raise inside a capture of this object."""
+        """Raise a GramianError inside an open capture of this K-FAC object."""
         if self.capturing:
             raise GramianError("capture: this object is inside a capture already; expected one at a time")

@@ -1,4 +1,4 @@
-"""Symmetric positive factors under one contract, the small solvers they stand on, and spectra of maps known by products."""
+"""Symmetric positive semi-definite factors behind one interface, their solvers, and spectra of matrices known by products."""
 
 from gramian.linalg.factors.cholesky import Cholesky, CholeskyAttempt
 from gramian.linalg.factors.compression import Compressed, compress

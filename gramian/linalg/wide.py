@@ -1,4 +1,4 @@
-"""Products and sums with wide accumulators: float64 for float64 operands, float32 for everything narrower."""
+"""Products and sums that accumulate in the wide dtype: float64 for float64 operands, float32 for everything narrower."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -9,25 +9,25 @@ from torch import Tensor
 from gramian.core.dtypes import HALF, wide_dtype
 
 BLOCK = 2**24
-"""Number of entries that exist in wide precision at a time, beside what is stored."""
+"""Number of entries that are converted to float32 or float64 at a time, beside what is stored."""
 
 
 def pieces(count: int, each: int) -> Iterator[slice]:
-    """Slices of so many rows, or columns, of `each` entries: no more than `BLOCK` entries, or one row, at a time."""
+    """Slices that cover `count` rows (or columns) of `each` entries, with at most `BLOCK` entries or one row per slice."""
     step = max(1, BLOCK // max(each, 1))
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
 
 
 def piece_entries(count: int, each: int) -> int:
-    """Entries of the largest of these pieces."""
+    """Number of entries of the largest slice that `pieces(count, each)` yields."""
     return min(count, max(1, BLOCK // max(each, 1))) * each
 
 
 def by_columns(y_NK: Tensor, side: int, function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
-    """A function of every column of Y (or of some rows of it), in a dtype: where Y is large, a piece of the columns at a time.
+    """`function` of the columns of Y, in `dtype`; where Y is large it is called with a chunk of the columns at a time.
 
-    `side` is the number of rows of all of Y, from which the pieces follow.
+    `side` is the number of rows of all of Y, from which the size of chunks follows; `y_NK` may be some of these rows.
     """
     parts = list(pieces(y_NK.shape[1], side))
     if len(parts) < 2:
@@ -39,12 +39,12 @@ def by_columns(y_NK: Tensor, side: int, function: Callable[[Tensor], Tensor], dt
 
 
 def exact_float32() -> AbstractContextManager[None]:
-    """Products of float32 matrices in float32 proper, whatever precision the user allows their own."""
+    """A context in which float32 matrices are multiplied in full float32, whatever precision the user has set."""
     return _float32_products("highest")
 
 
 def tensor_float32() -> AbstractContextManager[None]:
-    """Products of float32 matrices on tensor cores, operands rounded to 2⁻¹¹ (TF32), where the device has them."""
+    """A context in which float32 matrices are multiplied on tensor cores where there are any, operands rounded to TF32."""
     return _float32_products("high")
 
 
@@ -62,12 +62,12 @@ def _float32_products(precision: str) -> Iterator[None]:
 
 
 def wide(t: Tensor) -> Tensor:
-    """The tensor in its accumulation dtype; no copy where it already has it."""
+    """The tensor in float64 if it is float64, else in float32; no copy where it already has that dtype."""
     return t.to(wide_dtype(t))
 
 
 def wide_norm(matrix_NK: Tensor) -> Tensor:
-    """‖M‖_F, 0-dim float64: summed in float64, a piece of the rows at a time."""
+    """‖M‖_F, 0-dim float64: summed in float64, a chunk of rows at a time."""
     parts = [matrix_NK.new_zeros((), dtype=torch.float64)]
     for rows in pieces(*matrix_NK.shape):
         parts.append(torch.linalg.vector_norm(matrix_NK[rows], dtype=torch.float64))
@@ -76,16 +76,16 @@ def wide_norm(matrix_NK: Tensor) -> Tensor:
 
 
 def wide_norms(t: Tensor) -> Tensor:
-    """Euclidean norms over the last axis, in the accumulation dtype."""
+    """Euclidean norms over the last axis, in float32, or float64 for a float64 tensor."""
     norms: Tensor = torch.linalg.vector_norm(t, dim=-1, dtype=wide_dtype(t))
     return norms
 
 
 def wide_bmm(left_BMK: Tensor, right_BKN: Tensor) -> Tensor:
-    """Batched product, multiplied in the operands' own precision and accumulated wide.
+    """Batched product [B, M, N], multiplied in the operands' own precision and accumulated in float32 or float64.
 
-    On CUDA, half operands use the tensor cores and return float32, so no rounding to half happens on the way out;
-    elsewhere the operands are widened first. Returns [B, M, N] in the accumulation dtype. Cost: 2·B·M·K·N FLOPs.
+    On CUDA, half operands use the tensor cores and return float32, so the result is not rounded to half;
+    elsewhere the operands are converted first. Cost: 2·B·M·K·N FLOPs.
     """
     half = left_BMK.dtype == right_BKN.dtype and left_BMK.dtype in HALF
     if half and left_BMK.is_cuda:
@@ -95,14 +95,14 @@ def wide_bmm(left_BMK: Tensor, right_BKN: Tensor) -> Tensor:
 
 
 def wide_mm(left_MK: Tensor, right_KN: Tensor) -> Tensor:
-    """Matrix product with the accumulator of `wide_bmm`. Cost: 2·M·K·N FLOPs."""
+    """Matrix product [M, N], accumulated in float32 (float64 for float64 operands) as in `wide_bmm`. 2·M·K·N FLOPs."""
     return wide_bmm(left_MK[None], right_KN[None])[0]
 
 
 def wide_moments(rows_TN: Tensor, weights_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Σ_t w_t x_t x_tᵀ [N, N] and Σ_t w_t x_t [N], accumulated wide. 2·T·N² FLOPs.
+    """Σ_t w_t x_t x_tᵀ [N, N] and Σ_t w_t x_t [N] over rows x_t, in float32 or float64. 2·T·N² FLOPs.
 
-    Where rows have to be widened or weighted, that is done to a piece of them at a time.
+    Where rows have to be converted or weighted, that is done a chunk of rows at a time.
     """
     dtype = wide_dtype(rows_TN)
     if weights_T is None and (rows_TN.is_cuda or rows_TN.dtype == dtype):
@@ -120,7 +120,7 @@ def wide_moments(rows_TN: Tensor, weights_T: Tensor | None = None) -> tuple[Tens
 def padded(matrix_NK: Tensor) -> Tensor:
     """The matrix with columns of zeros added, so that its rows begin at multiples of 16 bytes, as tensor cores want them.
 
-    On other devices, and where the rows begin there anyway, the matrix itself.
+    Unchanged on other devices than GPUs, and where the rows begin there anyway.
     """
     width, step = matrix_NK.shape[1], 16 // matrix_NK.element_size()
     if not matrix_NK.is_cuda or width % step == 0:

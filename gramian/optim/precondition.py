@@ -1,6 +1,6 @@
 """Natural gradients for any optimizer: the same optimizer object, with a hook before its step.
 
-In come gradients `p.grad`; before the optimizer's own step they become s (F + damping)⁻¹ p.grad, s ≤ 1 from a trust region.
+Before the optimizer's own step every `p.grad` becomes s (F + damping)⁻¹ p.grad, with s ≤ 1 from a trust region.
 """
 
 import inspect
@@ -20,18 +20,18 @@ from gramian.curvature.persist import curvature_record
 from gramian.taps.model.user_names import unwrap
 
 KL_CLIP = 1e-3
-"""Default trust region, nats per step; docs/concepts/damping.md says how it was chosen."""
+"""Default of `kl_clip`, the trust region in nats per step; docs/concepts/damping.md says how it was chosen."""
 _preconditioned: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
 def precondition(
     optimizer: Optimizer, model: nn.Module, kfac: KFACNaturalGradient, kl_clip: float | None = KL_CLIP
 ) -> Optimizer:
-    """Let an optimizer step along natural gradients.
+    """Make an optimizer step along natural gradients, by a hook before its `step`.
 
-    Before each step every `p.grad` is replaced by (F + damping)⁻¹ p.grad, and all of them are scaled by
-    min(1, √(kl_clip / KL)), where KL = ½ Σ lr² ∇ᵀ(F+damping)⁻¹∇ estimates, in the metric of F, how far a plain SGD step moves
-    the model's predictions.
+    Before each step every `p.grad` is replaced by (F + damping)⁻¹ p.grad, and all of them are scaled by min(1, √(kl_clip /
+    KL)), where KL = ½ Σ lr² ∇ᵀ(F+damping)⁻¹∇ estimates, in the metric of F, how far a plain SGD step moves the model's
+    predictions.
 
     ```python
     optimizer = gramian.precondition(torch.optim.SGD(model.parameters(), lr=0.1), model, kfac)
@@ -105,7 +105,7 @@ def _scale(
     rates: Mapping[int, Any],
     kl_clip: float,
 ) -> float | Tensor:
-    """√(kl_clip/KL), at most 1; a 0-dim tensor, which does not wait for the device."""
+    """√(kl_clip/KL), at most 1, as a 0-dim tensor, so that nothing waits for the device; KL = ½ Σ lr² ∇ᵀ(F+damping)⁻¹∇."""
     parts = [
         float(rates[id(trained[name])]) ** 2 * full_vector((gradients[name].double() * natural[name].double()).sum())
         for name in gradients
@@ -118,7 +118,7 @@ def _scale(
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
-    """Whether `step()` has an argument without a default, so that calling it is an error."""
+    """True if the optimizer's `step()` has an argument without a default, such as LBFGS's closure."""
     _, *arguments = inspect.signature(type(optimizer).step).parameters.values()  # a scheduler wraps the instance's
     return any(
         given.default is given.empty and given.kind in (given.POSITIONAL_ONLY, given.POSITIONAL_OR_KEYWORD)

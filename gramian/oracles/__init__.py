@@ -1,1 +1,1 @@
-"""Reference implementations in plain float64 torch; they import no other room of the package."""
+"""Reference implementations in plain float64 torch; they import no other part of the package."""

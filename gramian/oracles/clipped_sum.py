@@ -19,7 +19,7 @@ from gramian.oracles.single_sample import LossFunction, per_sample_gradients
 
 
 class ClippedSum(NamedTuple):
-    """The result that a private backward must have.
+    """The sum of clipped per-sample gradients, with which a private backward must agree.
 
     Attributes:
         totals: ``{name: [*parameter.shape]}``, float64: the clipped gradients added up.
@@ -41,7 +41,7 @@ class ClippedSum(NamedTuple):
 
 
 def clip(per_sample: Mapping[str, Tensor], max_grad_norm: float) -> ClippedSum:
-    """Clip per-sample gradients and add them up.
+    """Clip per-sample gradients g_i to the norm C, min(1, C/‖g_i‖) g_i, and add them up.
 
     Cost: three passes over them, and a copy.
 
@@ -72,7 +72,7 @@ def clipped_sum(
     max_grad_norm: float,
     params: Sequence[str] | None = None,
 ) -> ClippedSum:
-    """Clip the gradients of a loop of single-sample backward passes.
+    """Compute every sample's gradient by a backward of its own, clip them to the norm C, and add them up.
 
     Cost: B forward and backward passes of one sample; B numbers for each parameter entry.
 

@@ -1,6 +1,6 @@
 """The distillation loss by its definition, on full logits in float64, with gradients by autograd: slow and independent.
 
-Legend: N tokens, D width, V vocabulary, K ids kept.
+Legend: N tokens, D width, V vocabulary, K ids that are separate outcomes.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class DistillReference:
-    """The loss and its gradients by student hidden states, head weight and temperature."""
+    """The distillation loss, and its gradients by the student's hidden states, the head's weight and the temperature."""
 
     loss: Tensor
     hidden: Tensor
@@ -34,10 +34,11 @@ def reference(
     kept_NK: Tensor | None = None,
     num_terms: float | None = None,
 ) -> DistillReference:
-    """kd_weight · T² · D + ce_weight · CE, each summed over targets that are not −100, over num_terms (default: their number).
+    """The distillation loss (kd_weight · T² · D + ce_weight · CE)/num_terms and its gradients, on the CPU in float64.
 
-    D is the divergence of student and teacher in a direction: "forward", "reverse", or "jsd" with weight `beta` of the teacher.
-    Ids in `kept_NK` are separate outcomes and all remaining ids are one; None: every id is separate. On the CPU in float64.
+    D and CE are summed over targets that are not −100; num_terms None: their number. T is the temperature, D the divergence
+    of student and teacher in a direction: "forward", "reverse", or "jsd" with weight `beta` of the teacher. Ids in `kept_NK`
+    are separate outcomes and all remaining ids are one; None: every id is separate.
     """
     hidden, weight = (t.detach().cpu().double().requires_grad_() for t in (hidden_ND, weight_VD))
     teacher, targets = teacher_NV.detach().cpu().double(), targets_N.cpu()
@@ -57,13 +58,13 @@ def reference(
 
 
 def _lumped(log_NV: Tensor, kept_NK: Tensor) -> Tensor:
-    """[N, K + 1]: log-probabilities of the kept ids, and of all remaining ids together."""
+    """Log-probabilities of the ids `kept_NK`, and of all remaining ids together, [N, K + 1]."""
     rest = log_NV.scatter(1, kept_NK, -torch.inf).logsumexp(1, keepdim=True)
     return torch.cat([log_NV.gather(1, kept_NK), rest], 1)
 
 
 def _divergence(p: Tensor, q: Tensor, direction: str, beta: float) -> Tensor:
-    """Divergence of two distributions given as log-probabilities, Σ over outcomes."""
+    """Divergence of teacher p and student q, given as log-probabilities, summed over outcomes: [N]."""
     if direction == "forward":
         return (p.exp() * (p - q)).sum(-1)
     if direction == "reverse":

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 
 class ReferenceTokens(NamedTuple):
-    """Inputs and output gradients of all calls of a layer, concatenated."""
+    """Inputs [T, I] and output gradients [T, O] of all calls of a layer, concatenated."""
 
     inputs_TI: Tensor
     gradients_TO: Tensor
 
 
 def layer_tokens(model: nn.Module, backward: Callable[[], None], layers: Sequence[str]) -> dict[str, ReferenceTokens]:
-    """Run forward and backward once by `backward` and record {layer: tokens of all its calls}, float64, in their order.
+    """Call `backward`, which runs a forward and a backward, and record {layer: tokens of all its calls}, float64, in order.
 
     The named layers have features last in input and output, and are called as modules, in eager mode, without checkpointing.
     """
@@ -61,10 +61,10 @@ def layer_tokens(model: nn.Module, backward: Callable[[], None], layers: Sequenc
 def factors(
     tokens: ReferenceTokens, terms: float, coefficient: float, bias: bool, weights_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """A [M, M] and G [O, O], one outer product after another.
+    """A [M, M] and G [O, O] of a layer from its tokens, one outer product after another.
 
-    `terms` is N and `coefficient` c, of one term in the loss that was differentiated (loss scale included); `bias` says whether
-    a last input of 1 is part of A. Tokens of weight 0 are left out of both sides; None: all weights are 1.
+    `terms` is N and `coefficient` c, of one term in the loss that was differentiated (loss scale included); `bias` says
+    whether a last input of 1 is part of A. Tokens of weight 0 are left out of both sides; None: all weights are 1.
     """
     a_TI, g_TO = tokens
     A = a_TI.new_zeros(a_TI.shape[1] + bias, a_TI.shape[1] + bias)
@@ -83,7 +83,7 @@ def factors(
 
 
 def softmax_fisher(logits_TV: Tensor, terms: float, weights_T: Tensor | None = None) -> Tensor:
-    r""":math:`\frac{1}{N} \sum_t w_t \sum_k p_{tk} (e_k - p_t)(e_k - p_t)^\top`, class by class."""
+    r"""Softmax Fisher [V, V], class by class: :math:`\frac{1}{N} \sum_t w_t \sum_k p_{tk} (e_k - p_t)(e_k - p_t)^\top`."""
     p_TV = logits_TV.double().softmax(-1)
     classes = p_TV.shape[1]
     F = p_TV.new_zeros(classes, classes)
@@ -97,7 +97,7 @@ def softmax_fisher(logits_TV: Tensor, terms: float, weights_T: Tensor | None = N
 
 
 def matrix_power(M: Tensor, p: float, damping: float, max_condition: float | None = None) -> Tensor:
-    """(M + λI)^p, with eigenvalues below (σ_max+λ)/κ raised to it if κ is given."""
+    """(M + λI)^p of a symmetric M, λ = `damping`; with κ = `max_condition` eigenvalues are raised to (σ_max+λ)/κ at least."""
     values, vectors = torch.linalg.eigh(M)
     values = values.clamp(min=0) + damping
     if max_condition is not None:
@@ -117,7 +117,7 @@ def natural(
     damping_G: float | None = None,
     max_condition: float | None = None,
 ) -> Tensor:
-    """(F + damping)^p Y [O, M] of a gradient with the bias as last column.
+    """(F + damping)^p Y for F = G ⊗ A and a gradient Y [O, M] with the bias as last column: [O, M].
 
     `mode` is "factored" with λ_A and λ_G (None: λ), "pi" or "joint"; `max_condition` is κ of the clip, None: no clip.
     """

@@ -1,7 +1,8 @@
-r"""The reference: the gradient of every sample, by one backward pass per sample.
+r"""Reference for per-sample gradients: the gradient of every sample, by one backward pass per sample.
 
 A batch loss is :math:`\sum_i \ell_i` or :math:`\frac{1}{B} \sum_i \ell_i`, where :math:`\ell_i` depends on sample ``i``
-only. On a batch of one sample the two are the same number, so :math:`g_i = \nabla \ell_i`, whichever reduction the loss uses.
+only. On a batch of one sample the two are the same number, so :math:`g_i = \nabla \ell_i`, whichever reduction the loss
+uses.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ LossFunction = Callable[..., Tensor]
 def per_sample_gradients(
     model: nn.Module, loss_fn: LossFunction, batch: tuple[Any, ...], params: Sequence[str] | None = None
 ) -> dict[str, Tensor]:
-    r"""Return :math:`g_i = \nabla \ell_i` for every sample of ``batch``.
+    r"""Compute the gradient :math:`g_i = \nabla \ell_i` of every sample of ``batch`` by a backward of its own.
 
     The passes run on a copy of the model in the mode it is in: the model, its gradients and its buffers stay as they were.
     Every sample starts from the random state of the caller, which also stays as it was.

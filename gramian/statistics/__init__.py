@@ -1,4 +1,4 @@
-"""Statistics that observe a backward pass: each is a sum over samples and a count."""
+"""Statistics that observe backward passes: sums over samples with a count, or one result for each sample."""
 
 from gramian.statistics.diagonal_estimate import DiagonalFisherEstimate
 from gramian.statistics.diagonal_fisher import DiagonalFisher

@@ -1,4 +1,4 @@
-"""Statistics that keep one result for each sample: their state is {number of the pass: result}, in the order of forwards."""
+"""Statistics with one result for each sample: their state is {number of the pass: result}, in the order of forwards."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,27 +10,27 @@ from gramian.taps.roles import ParameterInfo
 
 
 class ByPass:
-    """The part of a statistic's protocol that is the same wherever passes stay apart."""
+    """Base of statistics whose state is {number of the pass: one result per sample}."""
 
     per_sample = True
 
     def start(self, parameters: Mapping[str, ParameterInfo]) -> dict[int, Any]:
-        """Start with no pass."""
+        """An empty state: no pass has been observed."""
         return {}
 
     def add(self, sums: dict[int, Any], record: ParameterRecord, values: Tensor) -> None:
-        """Add one parameter's share to the tensor of its pass; layers may sit on several devices."""
+        """Add one parameter's part, `values`, to the tensor of its pass; parameters may be on several devices."""
         number = record.info.number
         sums[number] = values if number not in sums else sums[number] + values.to(sums[number].device)
 
     def count(self, sums: dict[int, Any], samples: int) -> None:
-        """Do nothing: the results have one entry for each sample."""
+        """Do nothing with the number of samples: the results have one entry for each."""
 
     def forget(self, sums: dict[int, Any], number: int) -> None:
-        """Remove a pass whose backward failed half-way."""
+        """Remove the results of the pass `number`, whose backward failed half-way."""
         sums.pop(number, None)
 
     def merge(self, left: dict[int, Any], right: dict[int, Any]) -> dict[int, Any]:
-        """Put the passes of the right behind those of the left."""
+        """One state with the passes of `right` after those of `left`, renumbered."""
         behind = max(left, default=0) + 1
         return {**left, **{behind + number: result for number, result in right.items()}}

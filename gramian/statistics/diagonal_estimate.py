@@ -22,11 +22,11 @@ from gramian.taps import Capture
 from gramian.taps.roles import Statistic
 
 LARGEST = 1e150
-"""Largest square that is accepted: the squared deviations of 10⁸ such squares have a finite sum in float64."""
+"""Largest squared gradient that is accepted: the squared deviations of 10⁸ such squares have a finite sum in float64."""
 
 
 class DiagonalFisherEstimate:
-    """The running diagonal Fisher of a model.
+    """The diagonal of a model's empirical Fisher over any number of batches, with its standard error.
 
     ```python
     fisher = gramian.statistics.DiagonalFisherEstimate()
@@ -47,7 +47,7 @@ class DiagonalFisherEstimate:
         ema_decay: float | None = None,
         reduce: Reduction | None = None,
     ) -> None:
-        """Start with no sample.
+        """Create an estimate without samples.
 
         Args:
             per: what is squared, as in `DiagonalFisher`: a sample's gradient, or that of each of its tokens, then summed.
@@ -62,12 +62,12 @@ class DiagonalFisherEstimate:
             raise GramianError(f"reduce: got {reduce!r}; expected a function of (parameter, its diagonal), or None")
         self.per, self.reduce = per, reduce
         self.moments = WeightedMoments()
-        """Moments over samples, for each parameter over the captures in which it trained."""
+        """Moments of the squared gradients over samples, for each parameter over the captures in which it trained."""
         self.average = None if ema_decay is None else MovingAverage(ema_decay)
-        """Moving average of the captures' means, each weighted by its samples."""
+        """Moving average of the captures' means, each weighted by its number of samples; None without `ema_decay`."""
         self.samples = 0
         self.dropped = 0
-        """Captures that were left out because a square was not finite, or beyond `LARGEST`: it would have no standard error."""
+        """Number of captures that were left out because a square was not finite, or beyond `LARGEST`."""
 
     # ---- estimation --------------------------------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ class DiagonalFisherEstimate:
         process_group: Any = None,
         audit: bool = True,
     ) -> Capture:
-        """Observe all backwards inside a `with` block, and add their samples when it is left.
+        """A context that observes all backwards inside it, and adds their samples to the estimate at its end.
 
         Args:
             model: the user's model, or any wrapper of it.
@@ -107,7 +107,7 @@ class DiagonalFisherEstimate:
         )
 
     def _take(self, moments: WeightedMoments) -> None:
-        """Add the samples of one capture, all or none; the estimate takes over their tensors."""
+        """Add the samples of one capture, given as moments, all or none; their tensors are stored, not copied."""
         self.moments.check_shapes(moments)
         if not all(_in_range(moment) for moment in moments.moments.values()):
             self.dropped += 1
@@ -120,7 +120,7 @@ class DiagonalFisherEstimate:
         self.samples += samples
 
     def merge(self, other: "DiagonalFisherEstimate") -> None:
-        """Add another estimate's samples, as if they had been seen here; the other is not changed.
+        """Add the samples of another estimate, which is not changed, as if they had been seen by this one.
 
         Raises:
             GramianError: if the other squares or reduces to something else, or one of them has a moving average, which
@@ -147,13 +147,13 @@ class DiagonalFisherEstimate:
         return _as(self.moments.mean(), dtype)
 
     def moving_average(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-        """{parameter: debiased moving average over captures}, as `diagonal`."""
+        """{parameter: debiased moving average over captures of the squared gradient}, in `dtype`, float64 or float32."""
         if self.average is None:
             raise GramianError("ema_decay: was not given; expected it for a moving average")
         return _as(self.average.value(), dtype)
 
     def standard_error(self) -> dict[str, Tensor]:
-        """{parameter: standard error of `diagonal`, entry by entry}, float64; NaN after one sample."""
+        """{parameter: standard error of the mean squared gradient, entry by entry}, float64; NaN after one sample."""
         return self.moments.standard_error()
 
     def interval(self, level: float = 0.95) -> dict[str, tuple[Tensor, Tensor]]:
@@ -166,7 +166,7 @@ class DiagonalFisherEstimate:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state as a flat mapping of tensors, as safetensors stores it."""
+        """The state of the estimate as a flat mapping of tensors, as safetensors stores it."""
         state = {f"moments.{key}": value for key, value in self.moments.state_dict().items()}
         if self.average is not None:
             state |= {f"average.{key}": value for key, value in self.average.state_dict().items()}
@@ -197,7 +197,7 @@ class DiagonalFisherEstimate:
 
 
 def _in_range(moment: WeightedMoment) -> bool:
-    """True for squares up to `LARGEST`; False where their mean or mean squared deviation is beyond it or NaN."""
+    """True if mean and mean squared deviation of a moment show squares up to `LARGEST`; False for larger ones and NaN."""
     most = moment.weights.observations * LARGEST**2
     return bool(((moment.mean <= LARGEST) & (moment.deviations <= most)).all())
 
@@ -209,19 +209,19 @@ def _as(values: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 class FisherCapture(Capture):
-    """The capture behind `DiagonalFisherEstimate.capture`."""
+    """The capture that `DiagonalFisherEstimate.capture` returns."""
 
     def __init__(
         self, estimate: DiagonalFisherEstimate, model: nn.Module, *statistics: Statistic, **options: Any
     ) -> None:
-        """Observe the estimate's own statistic, then others; `options` are those of `Capture`."""
+        """Observe the estimate's own statistic and the given `statistics`; `options` are those of `Capture`."""
         self._estimate, self._squares = estimate, SquareMoments(estimate.per, estimate.reduce)
         super().__init__(model, self._squares, *statistics, **options)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Add the samples of all processes to the estimate."""
+        """Stop observing and, if no error occurred, add the samples (of all processes of the group) to the estimate."""
         super().__exit__(kind, error, trace)
         if kind is None:
             found = self._squares.completed(self._sums_of(self._squares))

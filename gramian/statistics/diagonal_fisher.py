@@ -11,7 +11,7 @@ from gramian.taps.roles import AdditiveStatistic, Needs, ParameterInfo, Sums, me
 
 
 class DiagonalFisher(AdditiveStatistic):
-    """diag F = (1/N) Σ_i g_i ⊙ g_i.
+    """The statistic diag F = (1/N) Σ_i g_i ⊙ g_i over the gradients g_i of N samples.
 
     ```python
     fisher = gramian.DiagonalFisher()
@@ -36,13 +36,13 @@ class DiagonalFisher(AdditiveStatistic):
         self.per = per
 
     def start(self, parameters: Mapping[str, ParameterInfo]) -> Sums:
-        """Zeros of every parameter's shape."""
+        """{parameter: zeros of its shape}, and a sample count of 0."""
         return zero_sums(parameters)
 
     def update(self, sums: Sums, record: ParameterRecord) -> None:
-        """Add one parameter's squares."""
+        """Add the squared gradients of one parameter in one pass to its sum."""
         sums[record.parameter] += record.sum_of_squares() if self.per == "sample" else record.token_squares()
 
     def finish(self, sums: Sums) -> dict[str, Tensor]:
-        """{parameter: mean square}, zeros where nothing was seen."""
+        """{parameter: mean squared gradient over samples}, zeros for a parameter that no pass used."""
         return means(sums)

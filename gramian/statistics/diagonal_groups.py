@@ -1,4 +1,4 @@
-"""Sums of a diagonal over groups of entries (rows, columns, attention heads): the part of tr F that each group has.
+"""Sums of a diagonal Fisher over groups of entries (rows, columns, attention heads): each group's part of tr F.
 
 A parameter that is one number, such as ReZero's gain, is one group, [1], for rows and for heads. The standard error of a sum
 does not follow from those of its entries, which are correlated: give these functions to `DiagonalFisherEstimate(reduce=…)`.
@@ -13,13 +13,13 @@ from gramian.core.errors import GramianError
 
 
 def by_row(diagonal: Tensor) -> Tensor:
-    """Sum over everything but the first axis: outputs of `nn.Linear` and convolutions, tokens of an embedding. [N]."""
+    """Sums of a diagonal over all axes but the first: outputs of `nn.Linear` and convolutions, tokens of an embedding. [N]."""
     _check_diagonal(diagonal)
     return diagonal.reshape(diagonal.shape or (1,)).unsqueeze(1).flatten(1).sum(1)
 
 
 def by_column(diagonal: Tensor) -> Tensor:
-    """Sum over everything but the second axis: inputs of `nn.Linear`, outputs of a Hugging Face `Conv1D`. [N]."""
+    """Sums of a diagonal over all axes but the second: inputs of `nn.Linear`, outputs of a Hugging Face `Conv1D`. [N]."""
     _check_diagonal(diagonal)
     if diagonal.dim() < 2:
         raise GramianError(f"diagonal: has shape {list(diagonal.shape)}; expected two axes or more")
@@ -27,7 +27,7 @@ def by_column(diagonal: Tensor) -> Tensor:
 
 
 def by_head(diagonal: Tensor, heads: int, dim: int = 0, fused: int = 1) -> Tensor:
-    """Sum over the entries of each attention head.
+    """Sums of a diagonal Fisher over the entries of each attention head.
 
     Args:
         diagonal: the diagonal of a projection's weight or bias.

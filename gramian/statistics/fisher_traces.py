@@ -20,11 +20,11 @@ from gramian.taps.records import LayerRecord, ParameterRecord
 from gramian.taps.roles import AdditiveStatistic, Needs, ParameterInfo, Sums, means, zero_sums
 
 TracesByPass = dict[int, dict[str, Tensor]]
-"""{number of the pass: {layer: [B, T]}}."""
+"""{number of the pass: {layer: squared gradient norms of its tokens, [B, T]}}."""
 
 
 class TokenTraces(ByPass):
-    """{layer: [B, T]}: Σ over a layer's parameters of the squared norm of one token's gradient.
+    """The statistic {layer: [B, T]}: squared norm of each token's gradient, summed over the layer's parameters.
 
     ```python
     traces = gramian.statistics.TokenTraces()
@@ -41,7 +41,7 @@ class TokenTraces(ByPass):
     needs: Needs = "layer"
 
     def update(self, sums: TracesByPass, record: LayerRecord) -> None:
-        """Add one use of a layer."""
+        """Add the squared gradient norms of one call of a layer, by token, to the results of its pass."""
         scale = record.info.scale
         layers = sums.setdefault(record.info.number, {})
         for gradient in record.gradients.values():
@@ -50,7 +50,7 @@ class TokenTraces(ByPass):
             layers[record.layer] = traces_BT if before is None else _added(before, traces_BT)
 
     def finish(self, sums: TracesByPass) -> dict[str, Tensor]:
-        """One tensor for each layer, samples in the order of their forwards."""
+        """{layer: [B, T]} with all passes concatenated, samples in the order of their forwards."""
         passes = [sums[number] for number in sorted(sums)]
         found = {}
         for layer in dict.fromkeys(layer for layers in passes for layer in layers):
@@ -66,7 +66,7 @@ class TokenTraces(ByPass):
 
 
 class RowTraces(AdditiveStatistic):
-    """{parameter: [M]}: (1/N) Σ over tokens of the squared norm of every row of a parameter of two axes or more.
+    """The statistic {parameter: [M]}: (1/N) Σ over tokens of the squared norm of each of the M rows of a token's gradient.
 
     Used as `TokenTraces`; `seen[rows]["embedding.weight"]` has one number for each token of the vocabulary.
 
@@ -78,21 +78,21 @@ class RowTraces(AdditiveStatistic):
     per_sample = True
 
     def start(self, parameters: Mapping[str, ParameterInfo]) -> Sums:
-        """Zeros for every row."""
+        """{parameter of two axes or more: one zero per row}, and a sample count of 0."""
         return zero_sums(parameters, rows=True)
 
     def update(self, sums: Sums, record: ParameterRecord) -> None:
-        """Add one parameter."""
+        """Add the squared row norms of one parameter's token gradients in one pass."""
         if record.parameter in sums:
             sums[record.parameter] += _by_row(record.gradient) * record.info.scale**2
 
     def finish(self, sums: Sums) -> dict[str, Tensor]:
-        """{parameter: mean}, zeros where nothing was seen."""
+        """{parameter: mean over samples of its squared row norms, [M]}, zeros for a parameter that no pass used."""
         return means(sums)
 
 
 def _by_token(gradient: PerSampleGradient) -> Tensor:
-    """‖gradient of a token‖², [B, T]; [B, 1] where a sample is not made of tokens."""
+    """Squared norm of each token's gradient, [B, T]; [B, 1] where a sample is not made of tokens."""
     if isinstance(gradient, Outer):
         return (wide_norms(gradient.left_BTM) * wide_norms(gradient.right_BTN)).square()
     if isinstance(gradient, Summed):
@@ -103,14 +103,14 @@ def _by_token(gradient: PerSampleGradient) -> Tensor:
 
 
 def _added(left_BT: Tensor, right_BT: Tensor) -> Tensor:
-    """The sum of two parts of one layer; a part without tokens makes the entire layer one token."""
+    """The sum of two results [B, T] of one layer; where T differs, both are summed over tokens to [B, 1] first."""
     if left_BT.shape != right_BT.shape:
         left_BT, right_BT = left_BT.sum(1, keepdim=True), right_BT.sum(1, keepdim=True)
     return left_BT + right_BT
 
 
 def _by_row(gradient: PerSampleGradient) -> Tensor:
-    """Σ over tokens of the squared norm of each row of a token's gradient, [M]."""
+    """Squared norm of each row of a token's gradient, summed over all tokens and samples, [M]."""
     if isinstance(gradient, Outer):
         left_TM = gradient.left_BTM.flatten(0, 1)
         squares_T = wide_norms(gradient.right_BTN.flatten(0, 1)).square()

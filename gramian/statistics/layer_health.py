@@ -15,17 +15,17 @@ class LayerHealth:
     """Root mean squares, zeros and non-finite values of the tensors that passed through one layer."""
 
     activation_norm: float
-    """Root mean square of the layer's input; nan for indices."""
+    """Root mean square of the layer's input; nan if the input is indices."""
     zero_fraction: float
-    """Share of exact zeros among the finite values of the input: dead units behind it; nan for indices."""
+    """Share of exact zeros among the finite values of the layer's input, a sign of dead units before it; nan for indices."""
     gradient_norm: float
-    """Root mean square of the output gradient, of one sample's loss."""
+    """Root mean square of the gradient of a sample's own loss by the layer's output."""
     nonfinite: int
     """Number of nan and inf in inputs and output gradients; they are left out of the norms."""
 
 
 class Health(AdditiveStatistic):
-    """{layer: LayerHealth} from sums of squares and counts. Cost: one read of input and output gradient.
+    """The statistic {layer: LayerHealth}, from sums of squares and counts. Cost: one read of input and output gradient.
 
     ```python
     health = gramian.Health()
@@ -41,14 +41,14 @@ class Health(AdditiveStatistic):
     per_sample = False
 
     def start(self, parameters: Mapping[str, ParameterInfo]) -> Sums:
-        """Six zeros per layer."""
+        """{layer: six zeros}: sums of squares and counts of its input and output gradient; and a sample count of 0."""
         layers = {layer: info.device for info in parameters.values() for layer in info.layers}
         sums = {layer: torch.zeros(6, dtype=torch.float64, device=device) for layer, device in layers.items()}
         device = next(iter(layers.values()))
         return {**sums, SAMPLES: torch.zeros((), dtype=torch.float64, device=device)}
 
     def update(self, sums: Sums, record: LayerRecord) -> None:
-        """Add one use of a layer."""
+        """Add the squares and counts of one call of a layer."""
         weights = record.info.token_weights
         inputs = [_counted(x, weights) for x in record.inputs[:1] if x.is_floating_point()]
         gradients = [_counted(g, weights) for g in record.output_gradients]
@@ -61,7 +61,7 @@ class Health(AdditiveStatistic):
         entry += torch.stack([torch.as_tensor(part, dtype=torch.float64, device=entry.device) for part in parts])
 
     def finish(self, sums: Sums) -> dict[str, LayerHealth]:
-        """Root mean squares and shares."""
+        """{layer: `LayerHealth`}: root mean squares and shares from the sums."""
         health = {}
         for layer, entry in sums.items():
             if layer == SAMPLES:
@@ -77,14 +77,14 @@ class Health(AdditiveStatistic):
 
 
 def _counted(t: Tensor, weights_BT: Tensor | None) -> Tensor:
-    """The tokens whose weight is not zero, where the tensor has tokens; else all of it."""
+    """The tokens of `t` whose weight is not zero, if it has tokens [B, T, …]; else all of it."""
     if weights_BT is None or t.shape[:2] != weights_BT.shape:
         return t
     return t[weights_BT.to(t.device) != 0]
 
 
 def _measure(tensors: list[Tensor]) -> tuple[Tensor | float, Tensor | float, Tensor | float, Tensor | float]:
-    """Sum of squares of the finite values, and numbers of zeros, of finite values, and of values that are not finite."""
+    """Over all tensors: sum of squares of finite values, and numbers of zeros, of finite and of non-finite values."""
     square: Tensor | float = 0.0
     zeros, values, bad = square, square, square
     for t in tensors:

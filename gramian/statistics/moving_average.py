@@ -16,7 +16,7 @@ from gramian.statistics.reliability_weights import check_weight
 
 
 class MovingAverage:
-    """Debiased moving averages of named tensors, float64.
+    """Debiased exponential moving averages of named tensors, float64.
 
     ```python
     average = gramian.statistics.MovingAverage(decay=0.99)
@@ -25,23 +25,24 @@ class MovingAverage:
     ```
 
     Time is the number of updates: what was seen k updates ago counts β^k. A tensor that an update leaves out keeps its value.
-    Averages are not merged, since they depend on the order: pool what belongs to a step (`WeightedMoments.over`), then update.
+    Averages are not merged, since they depend on the order: pool what belongs to a step (`WeightedMoments.over`), then
+    update.
     """
 
     def __init__(self, decay: float) -> None:
-        """Set β, `decay` in [0, 1); 0 gives the last value seen."""
+        """Set the decay β in [0, 1); 0 gives the last value seen."""
         if not isinstance(decay, int | float) or not 0 <= decay < 1:
             raise GramianError(f"decay: expected a number in [0, 1), got {decay!r}")
         self.decay = float(decay)
         self.steps = 0
-        """Updates so far."""
+        """Number of updates so far."""
         self._totals: dict[str, Tensor] = {}
         self._weights: dict[str, float] = {}
         self._last: dict[str, int] = {}
-        """{name: the step up to which both are decayed}."""
+        """{name: the step up to which its total and weight are decayed}."""
 
     def update(self, values: Mapping[str, Tensor], weight: float = 1.0) -> None:
-        """Add one step.
+        """Add one step to the averages.
 
         Args:
             values: {name: tensor}, of the same shape every time.
@@ -65,11 +66,11 @@ class MovingAverage:
             self._last[name] = self.steps
 
     def value(self) -> dict[str, Tensor]:
-        """The averages, float64."""
+        """{name: the average so far}, float64."""
         return {name: total / self._weights[name] for name, total in self._totals.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state as a flat mapping of tensors, as safetensors stores it."""
+        """The state of the averages as a flat mapping of tensors, as safetensors stores it."""
         state = {"clock": torch.tensor([self.decay, self.steps], dtype=torch.float64)}
         for name, total in self._totals.items():
             state[f"total.{name}"] = total.clone()

@@ -11,21 +11,21 @@ from gramian.taps.roles import SAMPLES, AdditiveStatistic, Needs, ParameterInfo,
 
 @dataclass(frozen=True)
 class NoiseScaleResult:
-    """Moments of the per-sample gradient over n samples."""
+    """The gradient noise scale and its parts: covariance Σ and expectation G of the per-sample gradient, from n samples."""
 
     samples: int
     simple: float
-    """tr Σ / |G|² from the plug-in estimate |ḡ|², which is biased: too low for small batches."""
+    """tr Σ / |G|² with |G|² estimated by |ḡ|² of the mean gradient ḡ, which is biased: too low for small batches."""
     unbiased: float
-    """tr Σ / |G|² from unbiased estimates of both (batches of 1 and of n); may be negative or inf when n is too small."""
+    """tr Σ / |G|² from unbiased estimates of tr Σ and |G|²; may be negative or inf when there are too few samples."""
     trace_covariance: float
-    """Unbiased tr Σ = (Σ‖g_i‖² − n‖ḡ‖²)/(n−1)."""
+    """Unbiased estimate of tr Σ: (Σ‖g_i‖² − n‖ḡ‖²)/(n−1)."""
     squared_gradient: float
-    """Unbiased |G|² = ‖ḡ‖² − tr Σ/n."""
+    """Unbiased estimate of |G|²: ‖ḡ‖² − tr Σ/n."""
 
 
 class NoiseScale(AdditiveStatistic):
-    """B_noise = tr Σ / |G|², from Σ_i ‖g_i‖² and Σ_i g_i (McCandlish et al. 2018, arXiv:1812.06162).
+    """The noise scale B_noise = tr Σ / |G|², Σ and G the covariance and mean of per-sample gradients g_i.
 
     ```python
     noise = gramian.NoiseScale()
@@ -36,24 +36,24 @@ class NoiseScale(AdditiveStatistic):
 
     Two batch sizes give two unbiased equations, E‖g_b‖² = |G|² + tr Σ/b; here they are b = 1 (per-sample norms) and
     b = n (all samples seen, over any number of backward passes and processes). Cost: per-sample norms plus one more weight
-    gradient; memory of one gradient.
+    gradient; memory of one gradient. See McCandlish et al. 2018, arXiv:1812.06162.
     """
 
     needs: Needs = "parameter"
     per_sample = True
 
     def start(self, parameters: Mapping[str, ParameterInfo]) -> Sums:
-        """A zero gradient and a zero sum of squares."""
+        """{parameter: zeros}, a zero sum of squared norms and a sample count of 0."""
         sums = zero_sums(parameters)
         return {**sums, _SQUARES: torch.zeros_like(sums[SAMPLES])}
 
     def update(self, sums: Sums, record: ParameterRecord) -> None:
-        """Add one parameter."""
+        """Add the summed gradient and the squared per-sample norms of one parameter in one pass."""
         sums[record.parameter] += record.total()
         sums[_SQUARES] += record.squared_norms().sum().to(sums[_SQUARES].device)
 
     def finish(self, sums: Sums) -> NoiseScaleResult:
-        """Solve the two equations."""
+        """The `NoiseScaleResult` of all samples, from E‖g_b‖² = |G|² + tr Σ/b at b = 1 and b = n."""
         n = int(sums[SAMPLES])
         gradients = [value for key, value in sums.items() if key not in (_SQUARES, SAMPLES)]
         mean_square = float(sums[_SQUARES]) / n if n else 0.0

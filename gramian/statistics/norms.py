@@ -13,19 +13,19 @@ from gramian.taps.records import ParameterRecord
 from gramian.taps.roles import Needs
 
 SquaresByPass = dict[int, Tensor]
-"""{number of the pass: Σ_p ‖g_ip‖², [B]}: a sum over parameters; samples stay apart."""
+"""{number of the pass: squared gradient norm of each sample, summed over parameters, [B]}."""
 
 
 @dataclass(frozen=True)
 class Norms:
-    """The norms of all samples that were seen."""
+    """The per-sample gradient norms of all samples that were seen."""
 
     values: Tensor
-    """[B], passes concatenated in the order of their forwards."""
+    """Norm of each sample's gradient, [B], passes concatenated in the order of their forwards."""
 
 
 class PerSampleNorms(ByPass):
-    """‖g_i‖ = √(Σ_p ‖g_ip‖²) for every sample; `per_sample_norms` is the short way to it.
+    """The statistic ‖g_i‖ = √(Σ_p ‖g_ip‖²) of every sample i over parameters p; `per_sample_norms` is a shorter call.
 
     ```python
     norms = gramian.PerSampleNorms()
@@ -40,32 +40,32 @@ class PerSampleNorms(ByPass):
     needs: Needs = "parameter"
 
     def __init__(self, algorithm: Algorithm = "auto") -> None:
-        """Set the algorithm: "auto", "direct" (‖GᵀA‖) or "gram" (⟨AAᵀ, GGᵀ⟩)."""
+        """Set the algorithm of linear layers with inputs A, gradients G: "auto", "direct" (‖GᵀA‖) or "gram" (⟨AAᵀ, GGᵀ⟩)."""
         if algorithm not in ALGORITHMS:
             raise GramianError(f'algorithm: expected one of {", ".join(ALGORITHMS)}, got "{algorithm}"')
         self.algorithm = algorithm
 
     def update(self, sums: SquaresByPass, record: ParameterRecord) -> None:
-        """Add one parameter's squared norms to its pass."""
+        """Add one parameter's squared norms [B] to those of its pass."""
         self.add(sums, record, record.squared_norms(self.algorithm))
 
     def finish(self, sums: SquaresByPass) -> Norms:
-        """The norms of all samples, in the order of their forwards."""
+        """The gradient norms of all samples, [B], in the order of their forwards, as `Norms`."""
         squares = [sums[number] for number in sorted(sums)]
         return Norms(torch.cat(squares).sqrt() if squares else torch.zeros(0))
 
 
 class NormCapture(Capture):
-    """The capture behind `per_sample_norms`."""
+    """The context manager that `per_sample_norms` returns: a capture with the norms in `values`."""
 
     def __init__(self, model: nn.Module, algorithm: Algorithm, **options: object) -> None:
-        """Observe the norms alone; `options` are those of `Capture`."""
+        """Observe the per-sample norms only; `options` are those of `Capture`."""
         self._norms = PerSampleNorms(algorithm)
         super().__init__(model, self._norms, **options)  # type: ignore[arg-type]
 
     @property
     def values(self) -> Tensor:
-        """[B], the norms of all samples seen so far; before the first backward an error."""
+        """Norms of all samples seen so far, [B]; an error before the first backward."""
         if not self._passes:
             raise GramianError("norms: no backward has run yet; expected loss.backward() inside the block")
         norms: Norms = self[self._norms]
@@ -83,7 +83,7 @@ def per_sample_norms(
     audit: bool = True,
     proof: str | int = "auto",
 ) -> NormCapture:
-    """Observe the norms of per-sample gradients in an ordinary backward.
+    """A context that observes the norms of per-sample gradients in ordinary backwards inside it.
 
     ```python
     with gramian.per_sample_norms(model, loss_reduction="mean") as norms:

@@ -9,34 +9,34 @@ from torch import Tensor
 from gramian.core.errors import GramianError
 
 LEAST, MOST = 1e-100, 1e100
-"""Range of weights other than 0, in which squares are finite and not 0."""
+"""Range of weights other than 0, in which the square of a weight is finite and not 0."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Sums over the weights of some observations, all of which add up without cancellation over any spread of weights."""
+    """Sums over the weights w_i of some observations, formed so that nothing cancels, however much the weights differ."""
 
     total: float = 0.0
-    """W."""
+    """W = Σ w_i, the sum of the weights."""
     squares: float = 0.0
-    """W₂."""
+    """W₂ = Σ w_i², the sum of the squared weights."""
     pairs: float = 0.0
-    """C, by which W² = W₂ + 2C."""
+    """C = Σ_{i<j} w_i w_j over pairs of weights, so that (Σ w_i)² = Σ w_i² + 2C."""
     observations: int = 0
 
     @classmethod
     def equal(cls, n: int) -> "Weights":
-        """The sums of n observations of weight 1."""
+        """The `Weights` of n observations of weight 1."""
         return cls(float(n), float(n), n * (n - 1) / 2, n)
 
     @classmethod
     def of(cls, weights_N: Tensor) -> "Weights":
-        """The sums of some weights [N], float64 and above 0."""
+        """The `Weights` of observations with these weights [N], float64 and above 0."""
         pairs = weights_N[1:] @ weights_N.cumsum(0)[:-1]
         return cls(float(weights_N.sum()), float(weights_N.square().sum()), float(pairs), len(weights_N))
 
     def __add__(self, other: "Weights") -> "Weights":
-        """The sums over the observations of both."""
+        """The `Weights` of the observations of both together."""
         return Weights(
             self.total + other.total,
             self.squares + other.squares,
@@ -46,21 +46,21 @@ class Weights:
 
     @property
     def effective(self) -> float:
-        """n_eff = W²/W₂, the number of observations of equal weight whose mean has the same variance."""
+        """n_eff = (Σ w)²/Σ w², the number of observations of equal weight whose mean has the same variance."""
         return self.total**2 / self.squares
 
     @property
     def freedom(self) -> float:
-        """n_eff − 1."""
+        """n_eff − 1 degrees of freedom, n_eff = (Σ w)²/Σ w²."""
         return 2 * self.pairs / self.squares
 
     @property
     def divisor(self) -> float:
-        """W − W₂/W, by which deviations become a variance; 0 for one observation."""
+        """W − W₂/W, W = Σ w, W₂ = Σ w²: divides summed squared deviations to give a variance; 0 for one observation."""
         return 2 * self.pairs / self.total
 
     def possible(self) -> bool:
-        """True if some observations can have these sums."""
+        """True if there are observations whose weights have these sums; used to check loaded states."""
         n, squared = float(self.observations), self.squares + 2 * self.pairs
         counted = n >= 1 and n.is_integer() and self.pairs >= 0 and (self.pairs > 0) == (n > 1)
         summed = self.total > 0 and self.squares > 0 and squared < math.inf
@@ -68,7 +68,7 @@ class Weights:
 
 
 def check_weight(weight: Any) -> float:
-    """Return a weight as a float: 0, or in the range of weights."""
+    """The weight as a float; a GramianError unless it is 0 or in the range [LEAST, MOST]."""
     try:
         found = float(weight)
     except (TypeError, ValueError):
@@ -79,7 +79,7 @@ def check_weight(weight: Any) -> float:
 
 
 def check_weights(weights_N: Any, n: int) -> None:
-    """Raise GramianError unless this is a tensor [n] of weights, each 0 or in the range."""
+    """Raise GramianError unless `weights_N` is a tensor [n] of weights, each 0 or in the range [LEAST, MOST]."""
     if not isinstance(weights_N, Tensor) or weights_N.shape != (n,):
         got = list(weights_N.shape) if isinstance(weights_N, Tensor) else type(weights_N).__name__
         raise GramianError(f"weights: got {got}; expected a tensor [{n}], one for each row")

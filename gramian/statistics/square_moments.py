@@ -15,14 +15,14 @@ from gramian.taps.records import ParameterRecord
 from gramian.taps.roles import Needs, ParameterInfo
 
 WIDE = 2**20
-"""Squares that are stored in float64 at a time."""
+"""Number of squares that are in memory in float64 at a time."""
 Reduction = Callable[[str, Tensor], Tensor]
-"""Maps (parameter, its diagonal) to sums over groups of its entries."""
+"""Maps (parameter name, its squared gradient) to sums over groups of its entries."""
 
 
 @dataclass
 class SquareSums:
-    """Moments of the samples in which a parameter was used, and the number of all samples."""
+    """Moments of squared gradients over the samples that used each parameter, and the number of all samples."""
 
     moments: WeightedMoments
     parameters: Mapping[str, ParameterInfo]
@@ -30,21 +30,21 @@ class SquareSums:
 
 
 class SquareMoments:
-    """The mean and spread over samples of every parameter's squared gradient."""
+    """The statistic of mean and variance over samples of every parameter's squared gradient."""
 
     needs: Needs = "parameter"
     per_sample = True
 
     def __init__(self, per: Literal["sample", "token"], reduce: Reduction | None) -> None:
-        """Set what is squared, and how the squares are reduced."""
+        """Set whose gradient is squared ("sample" or "token"), and a function that reduces the squares, or None."""
         self.per, self.reduce = per, reduce
 
     def start(self, parameters: Mapping[str, ParameterInfo]) -> SquareSums:
-        """Start with no sample."""
+        """Empty sums: no sample has been observed."""
         return SquareSums(WeightedMoments(), parameters)
 
     def update(self, sums: SquareSums, record: ParameterRecord) -> None:
-        """Add every sample of a pass, a chunk at a time."""
+        """Add the squared gradients of one parameter for every sample of a pass, a chunk at a time."""
         name, reduce = record.parameter, self.reduce
         for squares_B in _squares(record.gradient, self.per, record.info.scale):
             rows_B = squares_B if reduce is None else torch.stack([reduce(name, squares) for squares in squares_B])
@@ -55,18 +55,18 @@ class SquareMoments:
         sums.samples += samples
 
     def merge(self, left: SquareSums, right: SquareSums) -> SquareSums:
-        """Moments over the samples of both."""
+        """The `SquareSums` over the samples of both captures."""
         moments = WeightedMoments()
         for side in (left, right):
             moments.merge(side.moments)
         return SquareSums(moments, {**left.parameters, **right.parameters}, left.samples + right.samples)
 
     def finish(self, sums: SquareSums) -> WeightedMoments:
-        """Moments over all samples."""
+        """Moments of the squared gradients over all samples; `sums` are not changed."""
         return self.completed(copy.deepcopy(sums))
 
     def completed(self, sums: SquareSums) -> WeightedMoments:
-        """Moments over all samples, in place: samples that did not use a parameter have a gradient of 0."""
+        """Moments of squared gradients over all samples, in place; a parameter that a sample did not use counts as 0."""
         for name, info in sums.parameters.items():
             used = sums.moments.moments[name].weights.observations if name in sums.moments else 0
             unused = sums.samples - used
@@ -78,7 +78,7 @@ class SquareMoments:
 
 
 def _squares(gradient: PerSampleGradient, per: str, scale: float | Tensor) -> Iterator[Tensor]:
-    """Squares of all samples in chunks [b, *shape], float64, of at most `WIDE` entries or one sample."""
+    """Squared gradients of all samples in chunks [b, *shape], float64, of at most `WIDE` entries or one sample."""
     for part in gradient.chunks():
         if per == "token":
             for i in range(part.batch):

@@ -29,35 +29,35 @@ from gramian.statistics.reliability_weights import Weights, check_weight, check_
 
 @dataclass
 class WeightedMoment:
-    """The moments of one tensor's observations, float64."""
+    """Weighted mean and squared deviations of the observations of one tensor, float64."""
 
     mean: Tensor
-    """μ, the weighted mean."""
+    """The weighted mean μ of the observations."""
     deviations: Tensor
-    """M₂, the weighted sum of squared deviations from μ."""
+    """M₂ = Σ w (x − μ)², the weighted sum of squared deviations from the mean μ."""
     weights: Weights
 
     def variance(self) -> Tensor:
-        """s², NaN after one observation."""
+        """Variance s² of one observation, entry by entry; NaN after one observation."""
         if self.weights.observations < 2:
             return torch.full_like(self.mean, float("nan"))
         return self.deviations / self.weights.divisor
 
     def standard_error(self) -> Tensor:
-        """√(s²/n_eff), NaN after one observation."""
+        """Standard error √(s²/n_eff) of the mean, entry by entry; NaN after one observation."""
         return (self.variance() / self.weights.effective).sqrt()
 
     def absorb(self, other: "WeightedMoment") -> None:
-        """Add another's observations (Chan et al. 1983): one temporary of the tensor's size."""
+        """Add the observations of another moment (Chan et al. 1983); allocates one temporary of the tensor's size."""
         self.deviations += other.deviations.to(self.deviations.device)
         self._move(other.mean, other.weights)
 
     def observe(self, value: Tensor, weight: float) -> None:
-        """Add one observation (Welford 1962): one temporary of the tensor's size."""
+        """Add one observation (Welford 1962); allocates one temporary of the tensor's size."""
         self._move(value, Weights(weight, weight**2, 0.0, 1))
 
     def _move(self, mean: Tensor, weights: Weights) -> None:
-        """Count observations with this mean, whose deviations from it are already added."""
+        """Add observations with this mean and these weights, whose deviations from their mean were added before."""
         both = self.weights + weights
         shift = mean.to(self.mean) - self.mean
         self.deviations.addcmul_(shift, shift, value=self.weights.total * weights.total / both.total)
@@ -65,12 +65,12 @@ class WeightedMoment:
         self.weights = both
 
     def copy(self) -> "WeightedMoment":
-        """A copy that owns its tensors."""
+        """A copy of this moment with tensors of its own."""
         return replace(self, mean=self.mean.clone(), deviations=self.deviations.clone())
 
 
 class WeightedMoments:
-    """Weighted moments of named tensors; each tensor has its own weights, from its first observation on.
+    """Weighted means and variances of named tensors; each tensor has its own weights, from its first observation on.
 
     ```python
     moments = WeightedMoments()
@@ -82,17 +82,17 @@ class WeightedMoments:
     """
 
     def __init__(self) -> None:
-        """Start with no observation."""
+        """Create moments without observations."""
         self.moments: dict[str, WeightedMoment] = {}
 
     def __contains__(self, name: str) -> bool:
-        """True if it was observed."""
+        """True if a tensor of this name was observed."""
         return name in self.moments
 
     # ---- observations ------------------------------------------------------------------------------------------------
 
     def update(self, values: Mapping[str, Tensor], weight: float = 1.0) -> None:
-        """Add one observation of each tensor.
+        """Add one observation of each of the named tensors.
 
         Args:
             values: {name: tensor}, of the same shape every time.
@@ -112,7 +112,7 @@ class WeightedMoments:
                 mine.observe(value.detach(), checked)
 
     def extend(self, rows: Mapping[str, Tensor], weights: Tensor | None = None) -> None:
-        """Add several observations of each tensor at once.
+        """Add several observations of each of the named tensors at once.
 
         Args:
             rows: {name: [n, *shape]}.
@@ -135,7 +135,7 @@ class WeightedMoments:
                 self.add(name, _of_rows(rows_N.detach().double(), w_N))
 
     def merge(self, other: "WeightedMoments") -> None:
-        """Add all of another's observations, none if a tensor has another shape there; the other is not changed."""
+        """Add all observations of `other`, which is not changed; none if a tensor has another shape there."""
         if not isinstance(other, WeightedMoments):
             raise GramianError(f"merge: got {type(other).__name__}; expected WeightedMoments")
         self.check_shapes(other)
@@ -143,7 +143,7 @@ class WeightedMoments:
             self.add(name, moment if name in self else moment.copy())
 
     def add(self, name: str, moment: WeightedMoment) -> None:
-        """Add observations of one tensor, given as their moments; the first ones are stored as they are, not copied."""
+        """Add observations of tensor `name`, given as their moments; the first ones are stored as they are, not copied."""
         mine = self._known(name, moment.mean.shape)
         if mine is None:
             self.moments[name] = moment
@@ -151,22 +151,22 @@ class WeightedMoments:
             mine.absorb(moment)
 
     def check_shapes(self, other: "WeightedMoments") -> None:
-        """Raise GramianError if a tensor has another shape in the other moments."""
+        """Raise GramianError if a tensor has another shape in `other` than here."""
         for name, moment in other.moments.items():
             self._known(name, moment.mean.shape)
 
     def _known(self, name: str, shape: torch.Size) -> WeightedMoment | None:
-        """The moments under this name, which must have this shape; None if there are none."""
+        """The moment of tensor `name`, None if there is none yet; an error if it has another shape."""
         mine = self.moments.get(name)
         if mine is not None and mine.mean.shape != shape:
             raise GramianError(f"{name}: has shape {list(shape)}; expected {list(mine.mean.shape)}, as before")
         return mine
 
     def over(self, process_group: Any = None) -> "WeightedMoments":
-        """The moments of all processes' observations, the same on each of them; this object is not changed. Collective.
+        """The moments of the observations of all processes, the same on each; this object is not changed. Collective.
 
-        The means are joined first, so that deviations are taken from the common mean; all of them as differences from the mean
-        of the process with the largest weight, which is not rounded. Traffic: a broadcast of 8 and an all-reduce of 16
+        The means are joined first, so that deviations are taken from the common mean; all of them as differences from the
+        mean of the process with the largest weight, which is not rounded. Traffic: a broadcast of 8 and an all-reduce of 16
         bytes per entry; a tensor that some processes have not seen takes part with weight 0.
 
         Args:
@@ -204,23 +204,23 @@ class WeightedMoments:
     # ---- results -----------------------------------------------------------------------------------------------------
 
     def mean(self) -> dict[str, Tensor]:
-        """μ of every tensor, float64."""
+        """{name: weighted mean}, float64."""
         return self._each(lambda moment: moment.mean.clone())
 
     def variance(self) -> dict[str, Tensor]:
-        """s² of one observation, float64; NaN after one."""
+        """{name: variance s² of one observation}, float64; NaN after one observation."""
         return self._each(WeightedMoment.variance)
 
     def standard_error(self) -> dict[str, Tensor]:
-        """√(s²/n_eff) of the mean, float64; NaN after one observation."""
+        """{name: standard error of the mean, √(s²/n_eff)}, float64; NaN after one observation."""
         return self._each(WeightedMoment.standard_error)
 
     def effective_samples(self) -> dict[str, float]:
-        """n_eff of every tensor."""
+        """{name: n_eff = (Σ w)²/Σ w², the effective number of observations}."""
         return {name: moment.weights.effective for name, moment in self.moments.items()}
 
     def interval(self, level: float = 0.95) -> dict[str, tuple[Tensor, Tensor]]:
-        """Confidence intervals of the means, entry by entry: μ ± t·SE, with t Student's quantile at n_eff − 1.
+        """{name: confidence interval of the mean}, entry by entry: μ ± t·SE, with t Student's quantile at n_eff − 1.
 
         Args:
             level: share of such intervals that hold the true mean, where observations are nearly normal or many.
@@ -249,7 +249,7 @@ class WeightedMoments:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """A flat mapping of tensors, as safetensors stores it: mean, deviations and weights [W, W₂, C, n] of every name."""
+        """{key: tensor} for safetensors: mean, deviations and weights [Σ w, Σ w², Σ_{i<j} w_i w_j, count] of every name."""
         state = {}
         for name, moment in self.moments.items():
             state[f"mean.{name}"] = moment.mean.clone()
@@ -258,7 +258,7 @@ class WeightedMoments:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a `state_dict`; an invalid one raises and changes nothing."""
+        """Load a value of `state_dict`; an invalid one raises and changes nothing."""
         check_state(state)
         found = {}
         names = [key.removeprefix("mean.") for key in state if key.startswith("mean.")]
@@ -278,7 +278,7 @@ class WeightedMoments:
 
 
 def _of_rows(rows_N: Tensor, weights_N: Tensor | None) -> WeightedMoment:
-    """The moments of some rows by themselves: two passes, so that nothing cancels.
+    """The moments of the rows [n, *shape] with these weights (None: 1): two passes over the rows, so that nothing cancels.
 
     With weights a third, which takes the rounding of the mean out: a weight of 1e20 makes much of its square.
     """

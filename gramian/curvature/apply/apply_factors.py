@@ -1,4 +1,4 @@
-"""Factors applied to a vector over parameters, block by block: (F + damping)^p v, or F v.
+"""Apply factors to a vector over parameters, block by block: (F + damping)^p v, or F v.
 
 All factorisations are launched before the first result is waited for. A gradient that FSDP2 shards by rows is applied to
 without being gathered where that is possible (`sharded_rows`).
@@ -22,7 +22,7 @@ from gramian.parallel.exchange import Exchange
 from gramian.parallel.placement import place_like
 
 Vector = Mapping[str, Tensor]
-"""{parameter: tensor of its shape}."""
+"""A vector over parameters: {parameter name: tensor of its shape}."""
 
 
 def apply(
@@ -56,7 +56,7 @@ def _prepare(
     options: Options,
     factorisations: SharedFactorisation,
 ) -> None:
-    """Launch every factorisation before the first is waited for; several processes share them."""
+    """Launch all factorisations that (F + damping)^power needs before the first is waited for; processes share the work."""
     factors = list({id(f): f for block in blocks.values() for f in block.factors.values()}.values())
     # Before any other collective: it checks the calls.
     factorisations.factorise(blocks, dtypes, power, options.kfac_eps)
@@ -70,7 +70,7 @@ def _prepare(
 
 
 def _wide(block: Block, vector: Vector) -> torch.dtype:
-    """The dtype in which a block meets a vector."""
+    """The dtype in which a block is applied to a vector: float64 if the block's G or the vector is float64, else float32."""
     like = next(vector[name] for name in block.spec.parameters if name in vector)
     return torch.float64 if torch.float64 in (block.G.dtype, like.dtype) else torch.float32
 
@@ -94,7 +94,7 @@ def _apply_block(
 
 
 def _apply_rows(rows: ShardedRows, dtype: torch.dtype, power: float | None, options: Options) -> dict[str, Tensor]:
-    """The same for a gradient of which this process has some rows."""
+    """{parameter: tensor} of (F + damping)^power v, or F v (`power` None), for a v of which this process has some rows."""
     block, y = rows.block, rows.matrix(dtype)
     if power is None:
         return rows.tensors(rows.apply(y, lambda _side, factor, z: factor.matvec(z.to(factor.dtype))))
@@ -116,7 +116,7 @@ def _refuse_fallbacks(blocks: Iterable[Block]) -> None:
 
 
 def _as(t: Tensor, like: Tensor) -> Tensor:
-    """A tensor in the dtype, device and memory layout of another (fused optimizers ignore strides), sharded as it is."""
+    """Tensor `t` in the dtype, device and memory layout of `like` (fused optimizers ignore strides), sharded as it is."""
     if isinstance(like, DTensor):
         return place_like(t.to(like.device, like.dtype).contiguous(), like)
     t = t.to(like)
@@ -125,7 +125,7 @@ def _as(t: Tensor, like: Tensor) -> Tensor:
 
 
 def inner(left: Vector, right: Vector) -> float:
-    """⟨left, right⟩ over the parameters of the left one, in float64."""
+    """Inner product Σ left · right of two {parameter: tensor} over the parameters of `left`, in float64."""
     total = 0.0
     for name, value in left.items():
         total += float(full_vector((value.double() * right[name].double()).sum()))
@@ -133,5 +133,5 @@ def inner(left: Vector, right: Vector) -> float:
 
 
 def full_vector(t: Tensor) -> Tensor:
-    """The full tensor of one that may be sharded. Collective if it is."""
+    """The full tensor of a DTensor, any other tensor unchanged. Collective for a DTensor."""
     return t.full_tensor() if isinstance(t, DTensor) else t

@@ -25,7 +25,7 @@ def gradients_of(root: nn.Module) -> dict[str, Tensor]:
 def natural_gradient(
     state: CurvatureState, root: nn.Module, power: float, gradients: Mapping[str, Tensor] | None
 ) -> dict[str, Tensor]:
-    """(F + damping)^power ∇ for every parameter with a gradient; ∇ itself where no capture has reached the parameter."""
+    """{parameter: (F + damping)^power ∇} for every gradient ∇; ∇ itself where no capture has reached the parameter."""
     check_number("power", power)
     if gradients is None:
         gradients = gradients_of(root)
@@ -39,7 +39,7 @@ def natural_gradient(
 
 
 def fisher_vector_product(state: CurvatureState, vector: Vector, damped: bool) -> dict[str, Tensor]:
-    """F v, or (F + damping) v, for every parameter of the blocks that v touches."""
+    """{parameter: tensor} of F v, or with `damped` (F + damping) v, for every parameter of the blocks that v touches."""
     check_vector("vector", vector)
     if state.model is not None:
         state.checked_specs(state.model)
@@ -56,7 +56,7 @@ def _apply(state: CurvatureState, vector: Vector, power: float | None) -> dict[s
 
 
 def _touched(state: CurvatureState, vector: Vector) -> dict[str, Block]:
-    """The blocks whose parameters are in a vector."""
+    """{name: block} of the blocks that have a parameter in `vector`; an error for a name without curvature."""
     state.require_factors()
     by_parameter = {p: block for block in state.blocks.values() for p in block.spec.parameters}
     touched: dict[str, Block] = {}
@@ -68,7 +68,7 @@ def _touched(state: CurvatureState, vector: Vector) -> dict[str, Block]:
 
 
 def _without_curvature(state: CurvatureState, gradients: Vector, specs: Mapping[str, Spec]) -> dict[str, Tensor]:
-    """Gradients of trained parameters that no capture has reached; they are recorded, and refused under `strict`."""
+    """{parameter: gradient} of trained parameters that no capture has reached, noted in the state; an error under `strict`."""
     with_curvature = {p for block in state.blocks.values() for p in block.spec.parameters}
     trained = {p for spec in specs.values() for p in spec.parameters}
     plain = {n: g for n, g in gradients.items() if state.blocks and n in trained and n not in with_curvature}

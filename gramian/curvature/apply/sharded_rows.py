@@ -35,37 +35,37 @@ from gramian.parallel.exchange import Exchange
 from gramian.parallel.sharded_columns import ShardedColumns
 
 Act = Callable[[str, Factor, Tensor], Tensor]
-"""(side, factor, Y [n, k]) → the side's power or product of Y, [n, k]."""
+"""A function (side, factor, Y [n, k]) → [n, k] that multiplies Y by the side's factor or a power of it."""
 
 
 @dataclass(frozen=True)
 class ShardedRows:
-    """The gradient of a block, of which this process has some rows."""
+    """The gradient Y [r, c] of a block, as its parameter is stored, of which this process has some of the rows."""
 
     block: Block
     places: Mapping[str, DTensor]
-    """Gradients of the block's parameters."""
+    """{parameter of the block: its sharded gradient}."""
     exchange: Exchange
     counts: list[int]
-    """Rows of Y on each process; of a bias below the inputs the last one has the row."""
+    """Number of rows of Y on each process; a bias that is a row of Y (input-by-output weights) is on the last one."""
 
     @property
     def turned(self) -> bool:
-        """True if rows of the parameter are inputs."""
+        """True if the rows of the stored parameter are inputs (a table, an input-by-output weight) and not outputs."""
         return self.block.spec.layout in ("in_out", "table")
 
     @property
     def side(self) -> str:
-        """The side whose rows are cut."""
+        """The side, "A" or "G", that acts on the sharded rows of the gradient."""
         return "A" if self.turned else "G"
 
     @property
     def _bias_below(self) -> bool:
-        """True if the bias is a row of Y."""
+        """True if the bias is the last row of the gradient matrix, as for an input-by-output weight."""
         return self.turned and self.block.spec.has_bias
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
-        """Y_p; a bias is one more column or the last row, zero if it is not given. Collective for such a row."""
+        """This process's rows of the gradient; a bias is one more column or the last row (collective), zero if missing."""
         spec, like = self.block.spec, next(iter(self.places.values()))
         width = spec.inputs if not self.turned else spec.outputs
         y = torch.zeros(self.counts[self.exchange.rank], width, dtype=dtype, device=like.device)
@@ -84,7 +84,7 @@ class ShardedRows:
         return y
 
     def tensors(self, y: Tensor) -> dict[str, Tensor]:
-        """The parameters' own shapes out of Y_p, sharded as they are. Collective where the bias is a row."""
+        """{parameter: DTensor sharded as its gradient} from this process's rows `y`. Collective where the bias is a row."""
         spec, like = self.block.spec, next(iter(self.places.values()))
         found: dict[str, Tensor] = {}
         for name, shape, part in zip(spec.parameters, spec.shapes, self._parts(y), strict=True):
@@ -98,7 +98,7 @@ class ShardedRows:
         return found
 
     def _parts(self, y: Tensor) -> list[Tensor]:
-        """This process's weight and, if there is one, bias."""
+        """[weight] or [weight, bias] of this process, from its rows `y` of the gradient matrix."""
         if not self.block.spec.has_bias:
             return [y]
         if not self._bias_below:
@@ -114,7 +114,7 @@ class ShardedRows:
     # ---- both sides --------------------------------------------------------------------------------------------------
 
     def apply(self, y: Tensor, act: Act) -> Tensor:
-        """R^p Y_p C^p, this process's rows of it. Collective."""
+        """This process's rows of G^p Y A^p (or its transpose), from its rows `y` of Y; `act` applies one side. Collective."""
         other = "G" if self.side == "A" else "A"
         row_side, column_side = self.block.factors[self.side], self.block.factors.get(other)
         in_columns = []
@@ -132,7 +132,7 @@ class ShardedRows:
         return self._by_columns(y, in_columns, act) if in_columns else y
 
     def _by_columns(self, y: Tensor, sides: list[tuple[str, Factor]], act: Act) -> Tensor:
-        """Sides that act on columns: an all-to-all there and one back."""
+        """Apply the factors `sides` to whole columns of the sharded gradient: one all-to-all to columns, one back to rows."""
         widths = [part.stop - part.start for part in self.exchange.features(y.shape[1])]
         z = self.exchange.reshard(y, self.counts)
         for side, factor in sides:
@@ -143,14 +143,14 @@ class ShardedRows:
         return self.exchange.to_samples(z.contiguous(), 1, widths, self.counts)
 
     def joint(self, y: Tensor, p: float, first_jitter: float) -> Tensor:
-        """(G ⊗ A + λI)^p Y_p with G's rows sharded as Y's are, A complete here. Collective."""
+        """This process's rows of (G ⊗ A + λI)^p Y, with G's rows sharded as Y's, and A complete here. Collective."""
         damping = self.block.damping
         assert damping is not None
         block = replace(self.block, G=local(self.block.G))
         return self._as_cut(self.block.G, y, lambda z: block.power(z, p, damping, first_jitter))
 
     def _as_cut(self, factor: Factor, y: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
-        """`act` on rows that are sharded as a factor's rows are."""
+        """Move rows `y` to the processes that have the same rows of `factor`, call `act` on them, and move the result back."""
         widths = [part.stop - part.start for part in self.exchange.features(factor.dim)]
         return self.exchange.redistribute_rows(
             act(self.exchange.redistribute_rows(y, self.counts, widths)), widths, self.counts
@@ -165,7 +165,7 @@ class ShardedRows:
 def rows_of(
     block: Block, places: Mapping[str, Tensor], power: float | None, exchange: Exchange | None
 ) -> tuple[ShardedRows | None, str]:
-    """The rows of a block's gradient, if it can be applied to them; else why not ("" if nothing is sharded).
+    """(`ShardedRows` of a block's gradient, "") if factors can act on its rows; else (None, why not, "" if not sharded).
 
     The answer is the same on all processes: it follows from shapes, placements, kinds of factors and damping.
     """
@@ -209,7 +209,7 @@ def _fitting(rows: ShardedRows, power: float | None) -> tuple[ShardedRows | None
 
 
 def local(factor: Factor) -> Factor:
-    """The same factor for Y and results of which each process has its rows; factorisations are shared with it."""
+    """A copy of a factor with sharded rows that acts on this process's rows of Y only; it shares factorisations."""
     assert isinstance(factor, LowRank | DiagonalLowRank) and isinstance(factor.columns, ShardedColumns)
     factor.bound()
     twin = copy.copy(factor)
@@ -224,7 +224,7 @@ def _is_sharded(factor: Factor) -> bool:
 
 
 def _rows(n: int, size: int) -> list[int]:
-    """How `Shard` cuts n rows."""
+    """Numbers of rows per process when `Shard(0)` cuts n rows into `size` parts."""
     return [int(Shard.local_shard_size_and_offset(n, size, rank)[0]) for rank in range(size)]
 
 

@@ -21,43 +21,43 @@ from gramian.linalg.wide import padded
 
 @dataclass
 class Facts:
-    """How an estimate was made, for the record."""
+    """How the estimate of one block was made; it goes into the K-FAC record."""
 
     tokens: int = 0
-    """T of the refresh; the number of samples for a block that is not a Kronecker product."""
+    """Number of tokens T of the refresh; the number of samples for a block that is not a Kronecker product."""
     kept_tokens: int = 0
-    """Tokens in the estimate, where a subset was taken."""
+    """Number of tokens in the estimate: below `tokens` where a subset was taken."""
     terms: float = 0.0
-    """N, the number of loss terms."""
+    """Number of loss terms N over which G was averaged."""
     step: int = 0
     """Number of the step at which the estimate was made."""
     refreshes: int = 0
-    """Number of refreshes in its average."""
+    """Number of refreshes in the moving average of the factors."""
     reason_A: str = ""
-    """Why A has its representation."""
+    """Why the factor A is dense, low rank or diagonal."""
     reason_G: str = ""
     most_columns: dict[str, int] = field(default_factory=dict)
-    """{side: number of columns that memory_budget allows}; other sides have the policy's number."""
+    """{"A" or "G": most columns of its low-rank average under memory_budget}; a missing side has the option's limit."""
     discarded_trace_A: float = 0.0
     discarded_trace_G: float = 0.0
     seconds: float = 0.0
     shares_A_with: str = ""
     estimate: str = ""
-    """Labels behind G: "empirical", "mc", "exact softmax"."""
+    """Where the labels behind G came from: "empirical" (the data), "mc" (drawn), or "exact softmax" (no labels)."""
     local_tokens: int = 0
-    """Tokens of this process among the T."""
+    """Number of the tokens T that this process had."""
     reduction_A: str = ""
-    """How processes joined the side: "dense", "gather", "gram"; empty: it was not joined."""
+    """How processes joined the sums of A: "dense", "gather", "gram"; empty: they were not joined."""
     reduction_G: str = ""
     sent: dict[str, int] = field(default_factory=dict)
     """{kind of collective: bytes that this process sent for the block}."""
     reason_ekfac: str = ""
-    """Why the block has K-FAC's eigenvalues although EK-FAC is on."""
+    """Why the block has K-FAC's eigenvalues although EK-FAC is on; "" if it does not."""
 
 
 @dataclass
 class Block:
-    """A block with its factors; A is None where the block is not a Kronecker product (then m = 1).
+    """A block of the Fisher with its factors, F Y = G Y A; A is None where it is not a Kronecker product (then m = 1).
 
     ```python
     block = kfac.kfac_factors["blocks.0.fc"]
@@ -71,21 +71,21 @@ class Block:
     facts: Facts = field(default_factory=Facts)
     damping: Damping | None = None
     gathered: str = ""
-    """Why its sharded gradient was gathered at its last use; "": it was not gathered or not sharded."""
+    """Why the sharded gradient of this block was gathered when it was last applied; "": it was not gathered or not sharded."""
     clips: dict[str, Clip] = field(default_factory=dict)
-    """{"A", "G" or "joint": statistics of the clip}."""
+    """{"A", "G" or "joint": how many eigenvalues of that matrix the clip raised, and by how much}."""
     corrected: bool = False
-    """True if EK-FAC's eigenvalues replace K-FAC's."""
+    """True if EK-FAC's eigenvalues are measured for this block in place of K-FAC's."""
     correction: Correction | None = None
-    """EK-FAC's eigenvalues, once they are measured."""
+    """EK-FAC's eigenvalues and their basis; None until they are measured."""
 
     def with_factors(self, A: Factor | None, G: Factor, facts: Facts) -> "Block":
-        """The same block with a new estimate."""
+        """A copy of this block with new factors and facts, without what was computed from the old (damping, clips, EK-FAC)."""
         return replace(self, A=A, G=G, facts=facts, damping=None, clips={}, corrected=False, correction=None)
 
     @property
     def factors(self) -> dict[str, Factor]:
-        """{side: factor}."""
+        """{"A": factor, "G": factor}, or {"G": factor} where the block is not a Kronecker product."""
         return {"G": self.G} if self.A is None else {"A": self.A, "G": self.G}
 
     @property
@@ -102,14 +102,14 @@ class Block:
         return self.correction.values_RS.nbytes + bases
 
     def matvec(self, y_OM: Tensor) -> Tensor:
-        """G Y A, undamped and unclipped; for a corrected block Q_G (S ⊙ Q_GᵀYQ_A) Q_Aᵀ."""
+        """G Y A for Y [o, m], undamped; with EK-FAC's eigenvalues S and eigenvectors Q: Q_G (S ⊙ Q_GᵀYQ_A) Q_Aᵀ."""
         if self.correction is not None:
             return self.correction.apply(y_OM, self.correction.values_RS, 0.0)
         out = self.G.matvec(y_OM)
         return out if self.A is None else self.A.matvec(out.mT.to(self.A.dtype)).mT
 
     def prepare(self, damping: Damping, first_jitter: float, dtype: torch.dtype) -> None:
-        """Launch the factorisations that power -1 of a Y of this dtype will use at this damping, without waiting."""
+        """Launch, without waiting, the factorisations that `power` with p = -1 uses at this damping, for a Y of this dtype."""
         if not damping.joint or self.A is None:
             dtype = torch.promote_types(dtype, self._dtype(-1.0, damping))
             for side, factor, value in self._sides(damping):
@@ -117,7 +117,7 @@ class Block:
                     factor.prepare_solve(value, first_jitter, dtype)
 
     def factorisations(self, p: float, damping: Damping) -> dict[str, What]:
-        """{side: the factorisation that `power` will use}, without sides that need none."""
+        """{"A" or "G": "eigen" or "solve"}, the factorisations that `power` with exponent p will use; other sides need none."""
         found: dict[str, What] = {}
         if self.correction is not None:
             return found
@@ -139,7 +139,7 @@ class Block:
         return found
 
     def factorise(self, side: str, what: What, p: float, damping: Damping, jitter: float, dtype: torch.dtype) -> None:
-        """Make the factorisation that `power` of a Y of this dtype would; a Cholesky factorisation is only launched."""
+        """Compute the factorisation `what` ("eigen"; "solve" is only launched) that `power` of a Y of this dtype uses."""
         value, factor = (damping.lambda_A if side == "A" else damping.lambda_G), self.holder(side, what)
         if what == "solve":
             factor.prepare_solve(value, jitter, torch.promote_types(dtype, self._dtype(p, damping)))
@@ -152,12 +152,12 @@ class Block:
             prepare_power(factor, p, value, damping.max_condition, wide)
 
     def holder(self, side: str, what: What) -> Factor:
-        """The factor that stores a factorisation: the side's own, or its dense form."""
+        """The factor that stores the factorisation `what` of a side: its own, or its dense form if only that has eigenpairs."""
         factor = self.factors[side]
         return factor.written_out() if what == "eigen" and isinstance(factor, DiagonalLowRank) else factor
 
     def power(self, y_OM: Tensor, p: float, damping: Damping, first_jitter: float) -> Tensor:
-        """(F + damping)^p Y, with the clip if there is one; [o, m] on Y's device.
+        """(F + damping)^p Y for Y [o, m], with the clip if there is one: [o, m] on Y's device.
 
         Where one side needs float64, the product between the sides is float64 too: the other side would multiply its rounding
         error by its own condition number.
@@ -173,7 +173,7 @@ class Block:
         return out[:, : y_OM.shape[1]]
 
     def act(self, side: str, factor: Factor, y_NK: Tensor, p: float, damping: Damping, first_jitter: float) -> Tensor:
-        """(M + λI)^p Y of one side, with the clip if there is one; `factor` is the side's or, for a sharded Y, its shard."""
+        """(M + λI)^p Y with the clip, M = A or G by `side`, Y [n, k]; `factor` is M itself or, for a sharded Y, its shard."""
         value = damping.lambda_A if side == "A" else damping.lambda_G
         if p == -1 and self._solves(side, factor, value, damping):
             with factor.products(value):
@@ -184,12 +184,12 @@ class Block:
         return out
 
     def working_dtype(self, y: torch.dtype, p: float) -> torch.dtype:
-        """The dtype in which `power` computes for a Y of this dtype."""
+        """The dtype in which `power` with exponent p computes for a Y of dtype `y`, at this block's damping."""
         assert self.damping is not None
         return torch.promote_types(y, self._dtype(p, self.damping))
 
     def _dtype(self, p: float, damping: Damping) -> torch.dtype:
-        """Float64 if a side needs it; a side stored in half precision does not, since storing lost more digits already."""
+        """Float64 if a side needs it for exponent p, else float32; sides stored in half precision never need it."""
         exact = [(factor, value) for _, factor, value in self._sides(damping) if factor.storage_dtype not in HALF]
         needed = [factor.working_dtype(value, p) for factor, value in exact]
         return torch.float64 if torch.float64 in needed else torch.float32
@@ -210,7 +210,7 @@ class Block:
     # ---- joint damping ---------------------------------------------------------------------------------------------
 
     def _joint(self, y_OM: Tensor, p: float, damping: Damping) -> Tensor:
-        """(G ⊗ A + λI)^p Y in the eigenbasis of both sides.
+        """(G ⊗ A + λI)^p Y for Y [o, m], in the eigenbases of both sides, with the clip if there is one.
 
         With C = Q_GᵀYQ_A: f₀Y + Q_G [(f(σ_iα_j) − f₀) ⊙ C] Q_Aᵀ, f(x) = max(x + λ, floor)^p, f₀ = f(0): outside either basis
         the product's eigenvalue is 0. Cost: 4·o·m·(r_A + r_G) FLOPs once both sides are decomposed.
@@ -244,7 +244,7 @@ class Block:
         return out.to(G.dtype)
 
     def _clip_joint(self, damped: Tensor, value: float, floor: float, damping: Damping) -> None:
-        """Count the eigenvalues that are raised, in the basis and outside of it, where they are λ."""
+        """Record in `clips` the eigenvalues that the clip raises to `floor`: those in the basis, and λ outside of it."""
         if damping.max_condition is None or "joint" in self.clips:
             return
         low = damped.double() < floor
@@ -255,7 +255,7 @@ class Block:
         self.clips["joint"] = Clip(count, self.spec.outputs * self.spec.inputs, mass, floor)
 
     def _corrected(self, correction: Correction, y_OM: Tensor, p: float, damping: Damping) -> Tensor:
-        """(F + λI)^p Y with EK-FAC's eigenvalues."""
+        """(F + λI)^p Y [o, m] with EK-FAC's eigenvalues of F, and the clip if there is one."""
         value, values = damping.lambda_G, correction.values_RS
         damped = values + value
         top = float(values.max()) if values.numel() else 0.0
@@ -274,7 +274,7 @@ class Block:
         return damping.lambda_G * damping.max_condition < self.G.bound() * self.A.bound() + damping.lambda_G
 
     def _stable(self, damping: Damping) -> bool:
-        """True if bounds show that float32 is exact enough for joint damping."""
+        """True if bounds on the eigenvalues show that float32 is exact enough for joint damping."""
         assert self.A is not None
         value, top = damping.lambda_G, self.G.bound() * self.A.bound()
         floor = damping.floor(top, value)
@@ -282,7 +282,7 @@ class Block:
         return exact and self.G.dtype == self.A.dtype == torch.float32
 
     def _joint_by_column(self, y_OM: Tensor, p: float, damping: Damping) -> Tensor:
-        """For a G without eigenvectors: in A's basis column j is (α_j G + λI)^p, by conjugate gradients."""
+        """(G ⊗ A + λI)^p Y for a G without eigenvectors: (α_j G + λI)^p on column j in A's basis, by conjugate gradients."""
         assert isinstance(self.A, Spectral) and isinstance(self.G, DiagonalLowRank)
         y = y_OM.to(torch.float64)
         value, alpha = damping.lambda_G, self.A.spectrum.to(y)

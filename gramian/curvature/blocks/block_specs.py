@@ -19,46 +19,46 @@ from gramian.taps.roles import ParameterInfo
 from gramian.taps.sites.site import LayerForm
 
 SMALL = 128
-"""The most elements of a parameter outside K-FAC that has its exact block."""
+"""Most elements of a parameter outside K-FAC for which the exact Fisher block is used; larger ones have a diagonal."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """The parameters, layers and shape of one block, without data."""
+    """The parameters, layers and shape of one block of the Fisher, without data."""
 
     name: str
-    """The (first) layer that uses the parameters; the parameter's own name outside K-FAC."""
+    """Name of the block: of the (first) layer that uses its parameters, or outside K-FAC of the parameter."""
     kind: Literal["kronecker", "block", "diagonal"]
     parameters: tuple[str, ...]
-    """Names of the weight and of the bias, if the block has one."""
+    """Names of the block's weight and, if it is part of the block, bias; outside K-FAC of the one parameter."""
     shapes: tuple[tuple[int, ...], ...]
     layers: tuple[str, ...]
     layout: Literal["out_in", "in_out", "kernel", "table", "vector"]
     inputs: int
-    """m: width of A, the bias included; 1 for a vector."""
+    """m: width of A, the bias included; 1 for a block that is not a Kronecker product."""
     outputs: int
-    """o: width of G."""
+    """o: width of G, the number of outputs; outside K-FAC the number of elements of the parameter."""
     dtype: torch.dtype
     device: torch.device
     tables: tuple[str, ...] = ()
-    """Layers among `layers` that look the weight up by index."""
+    """Those of `layers` that look rows of the weight up by index (embeddings)."""
     why: str = ""
-    """Why it is not a Kronecker block although its layer could have one."""
+    """Why the block is not a Kronecker product although its layer could have one."""
 
     @property
     def has_bias(self) -> bool:
-        """True if the last column of the matrix is a bias."""
+        """True if the last column of the block's matrix [weight | bias] is a bias."""
         return len(self.parameters) == 2
 
     @property
     def approximation(self) -> str:
-        """The name of the approximation in the coverage report."""
+        """The name of this block's approximation in the coverage report: "K-FAC <layer>", "exact block" or "diagonal"."""
         if self.kind == "kronecker":
             return f"K-FAC {self.name}"
         return "exact block" if self.kind == "block" else "diagonal"
 
     def matrix(self, tensors: dict[str, Tensor]) -> Tensor:
-        """The block's parameters as Y [o, m]; a missing weight or bias counts as zero, another shape is an error."""
+        """The block's parameters {name: tensor} as one matrix Y [o, m]; a missing one counts as zero, a wrong shape raises."""
         parts: list[Tensor | None] = []
         for name, shape in zip(self.parameters, self.shapes, strict=True):
             t = tensors.get(name)
@@ -78,7 +78,7 @@ class Spec:
         return torch.cat([y, bias.to(y)[:, None]], dim=1)
 
     def tensors(self, y_OM: Tensor) -> dict[str, Tensor]:
-        """{parameter: tensor of its shape} from Y [o, m]."""
+        """Split a block's matrix Y [o, m] into {parameter: tensor of its shape}."""
         if self.layout == "vector":
             return {self.parameters[0]: y_OM.reshape(self.shapes[0])}
         weight = y_OM[:, :-1] if self.has_bias else y_OM
@@ -90,7 +90,7 @@ class Spec:
 
 
 def find_blocks(root: nn.Module, options: Options) -> dict[str, Spec]:
-    """{name: block} of an unwrapped model, in the model's order; layers narrower than `min_layer_size` have none of K-FAC's."""
+    """{name: `Spec`} of all blocks of an unwrapped model, in its order; layers narrower than `min_layer_size` have no K-FAC."""
     layers, parameters = discover(root)
     users: dict[str, list[FoundLayer]] = {}
     for found in layers:
@@ -116,7 +116,7 @@ def _kronecker(
     parameters: dict[str, ParameterInfo],
     options: Options,
 ) -> Spec | str:
-    """The block of a weight that all its layers use as a matrix; else the reason why not, "" where it could never be."""
+    """The `Spec` of a weight that all its layers use as a matrix; else the reason why not, "" where it could never be one."""
     if any(found.parameters.get("weight") != name for found in used_by):
         return ""
     forms: list[LayerForm] = []
@@ -152,7 +152,7 @@ def _kronecker(
 
 
 def _oriented(form: LayerForm, main: LayerForm) -> tuple[int, int]:
-    """(inputs, outputs) of a use; those of a table tied to a head are the head's."""
+    """(inputs, outputs) of a layer's use of a weight; a table tied to a head is read as the head's matrix."""
     if form.layout == "table" and main.layout != "table":
         return (form.outputs, form.inputs) if main.layout == "out_in" else (0, 0)
     return (form.inputs, form.outputs)

@@ -23,7 +23,7 @@ from gramian.taps.model.user_names import named_parameters, unwrap
 
 
 def check_spec(before: Spec, now: Spec) -> None:
-    """Raise if a block differs from the one at the capture: a bias appeared, vanished or was frozen, or shapes changed."""
+    """Raise a GramianError if a block is not as at the capture: a bias appeared, vanished or was frozen, or shapes changed."""
     if before.kind == now.kind and before.parameters == now.parameters and before.shapes == now.shapes:
         return
     if before.has_bias != now.has_bias:
@@ -40,14 +40,14 @@ def _shapes(spec: Spec) -> str:
 
 
 def module_of(model: Any) -> nn.Module:
-    """The user's module inside its wrappers; anything but a module is an error."""
+    """The user's `nn.Module` without wrappers such as DDP; a GramianError for anything that is not a module."""
     if not isinstance(model, nn.Module):
         raise GramianError(f"model: expected an nn.Module, got {type(model).__name__}")
     return unwrap(model)
 
 
 def refuse_open_capture(root: nn.Module) -> None:
-    """Raise inside an open capture, before passes of another kind over the same model."""
+    """Raise a GramianError if a capture is open on the model `root`, which would record other passes over it as its own."""
     if hub_of(root).live:
         raise GramianError(
             "model: is inside an open capture, which would take these passes for its own; expected a call outside of it"
@@ -55,7 +55,7 @@ def refuse_open_capture(root: nn.Module) -> None:
 
 
 def check_number(name: str, value: Any, sign: Literal["any", "positive", "not negative"] = "any") -> None:
-    """Raise unless the argument `name` is a finite real number of this sign."""
+    """Raise a GramianError unless `value`, the argument `name`, is a finite real number of this sign."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise GramianError(f"{name}: expected a finite number, got {value!r}")
     if sign == "positive" and not value > 0:
@@ -65,7 +65,7 @@ def check_number(name: str, value: Any, sign: Literal["any", "positive", "not ne
 
 
 def check_vector(name: str, vector: Any) -> None:
-    """Raise unless the argument `name` is {parameter: floating-point tensor}."""
+    """Raise a GramianError unless `vector`, the argument `name`, is a mapping {parameter: floating-point tensor}."""
     if not isinstance(vector, Mapping):
         raise GramianError(f"{name}: expected a mapping from parameter names to tensors, got {type(vector).__name__}")
     for key, value in vector.items():
@@ -75,12 +75,12 @@ def check_vector(name: str, vector: Any) -> None:
 
 
 def has_factors(layer: str, specs: Mapping[str, Spec]) -> bool:
-    """True if a layer has a K-FAC block."""
+    """True if the layer of this name belongs to a K-FAC block of `specs`."""
     return any(spec.kind == "kronecker" and layer in spec.layers for spec in specs.values())
 
 
 def unique_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Every parameter once, under its first name."""
+    """(name, parameter) of every parameter of a model; a tied one is listed once, under its first name."""
     first: dict[int, tuple[str, nn.Parameter]] = {}
     for name, p in named_parameters(root):
         first.setdefault(id(p), (name, p))
@@ -93,8 +93,8 @@ def unique_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def group_of(model: nn.Module, root: nn.Module, given: Any) -> Any:
     """The group of the processes that share a model's data: the given one, else that of DDP or FSDP2; None: the default.
 
-    Of a tensor-parallel model all processes of its mesh, FSDP2's dimension included. A model that is sharded in another way is
-    refused.
+    Of a tensor-parallel model all processes of its mesh, FSDP2's dimension included. A model that is sharded in another way
+    is an error.
     """
     reshard(root)
     if TensorParallel.of(root) is None:
@@ -116,7 +116,7 @@ def world_size(group: Any) -> int:
 
 @dataclass(frozen=True)
 class Agreed:
-    """The totals of a refresh over all processes."""
+    """The totals of a refresh over all processes: loss terms, samples, passes, head and padding."""
 
     terms: float
     samples: int
@@ -124,19 +124,19 @@ class Agreed:
     head: str | None
     padded: dict[str, tuple[int, float]]
     problem: str
-    """Why the refresh is rejected; "" if it is not."""
+    """Why the refresh is rejected, as a text; "" if it is not."""
     free: int | None
     """Free bytes of device memory on the process with the fewest."""
 
 
 def fingerprint(specs: Mapping[str, Spec]) -> str:
-    """A hash that is equal for models with equal blocks."""
+    """A hash of {block name: `Spec`}, equal for models with equal blocks."""
     fields = [(s.name, s.kind, s.parameters, s.shapes, s.layers, s.layout, str(s.dtype)) for s in specs.values()]
     return hashlib.sha256(repr(fields).encode()).hexdigest()[:16]
 
 
 def agree(reports: Sequence[Mapping[str, Any]]) -> Agreed:
-    """The totals of a refresh from the reports of all processes; an error on all if two differ in what they were to share."""
+    """The totals of a refresh from all processes' reports; an error if two differ in model, options, seed, step or head."""
     first = reports[0]
     for rank, report in enumerate(reports):
         for name in ("model", "options", "seed", "step", "estimate"):
@@ -167,7 +167,7 @@ def agree(reports: Sequence[Mapping[str, Any]]) -> Agreed:
 
 
 def _difference(name: str, first: Any, other: Any, rank: int) -> str:
-    """The error message for a field in which a process differs from process 0."""
+    """The error message for a report field `name` that is `first` on process 0 and `other` on process `rank`."""
     if name == "model":
         return f"model: trained layers of process {rank} are not those of process 0; expected the same model everywhere"
     if name == "seed":

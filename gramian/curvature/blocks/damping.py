@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 
 class Lambdas(NamedTuple):
-    """The λs of the options: `damping`, and those of each side, which are `damping` where none is given."""
+    """The options `damping`, `damping_A` (as A) and `damping_G` (as G); the last two are `damping` where they are not given."""
 
     damping: float
     A: float
@@ -25,12 +25,12 @@ class Lambdas(NamedTuple):
 
 @dataclass(frozen=True)
 class DampingMode:
-    """One value of `damping_mode`: the λs of a block from those of the options."""
+    """One value of the option `damping_mode`: functions that compute the λs of a block from those of the options."""
 
     split: Callable[[Lambdas, float, float], tuple[float, float, float]]
-    """Maps (λs, tr A/m, tr G/o) of a Kronecker block to (λ_A, λ_G, π)."""
+    """Maps (λs of the options, tr A/m, tr G/o) for a Kronecker block to (λ_A, λ_G, π)."""
     single: Callable[[Lambdas], float]
-    """λ of a block that is not a Kronecker product."""
+    """Maps the λs of the options to the λ of a block that is not a Kronecker product."""
     on_product: bool = False
     """True if λ is added to G ⊗ A, which takes the eigenvectors of both sides, and not to A and G."""
 
@@ -41,7 +41,7 @@ def _split_by_trace(lambdas: Lambdas, mean_A: float, mean_G: float) -> tuple[flo
 
 
 def _balance(mean_A: float, mean_G: float) -> float:
-    """π = √(mean eigenvalue of A / that of G); 1 where a side is zero."""
+    """π = √(mean eigenvalue of A / mean eigenvalue of G), which splits damping between them; 1 where a side is zero."""
     return (mean_A / mean_G) ** 0.5 if mean_A > 0 and mean_G > 0 else 1.0
 
 
@@ -52,36 +52,36 @@ DAMPING_MODES = {
         lambda lambdas, mean_A, mean_G: (lambdas.A, lambdas.A, 1.0), lambda lambdas: lambdas.A, on_product=True
     ),
 }
-"""{value of `damping_mode`: the mode}."""
+"""{value of the option `damping_mode`: its `DampingMode`}."""
 
 
 @dataclass(frozen=True)
 class Damping:
-    """The damping of one block as numbers."""
+    """The damping of one block as numbers: mode, λ_A, λ_G, π and the clip's κ_max."""
 
     mode: str
     lambda_A: float
     lambda_G: float
     pi: float
     max_condition: float | None
-    """κ_max, above which eigenvalues are raised; None: no clip."""
+    """κ_max: damped eigenvalues are raised to at least (largest)/κ_max; None: no clip."""
 
     @property
     def joint(self) -> bool:
-        """True if λ is added to the product."""
+        """True if λ is added to the product G ⊗ A and not to each side."""
         return DAMPING_MODES[self.mode].on_product
 
     def floor(self, top: float, value: float) -> float:
-        """The smallest damped eigenvalue that the clip allows, (top + λ)/κ_max; 0 without a clip."""
+        """Least damped eigenvalue that the clip allows, (top + λ)/κ_max, λ = `value`, `top` the largest; 0 without a clip."""
         return 0.0 if self.max_condition is None else (top + value) / self.max_condition
 
 
 def resolve(mode: str, lambdas: Lambdas, max_condition: float | None, means: tuple[float, float] | None) -> Damping:
-    """The damping of one block.
+    """Compute the damping of one block from the options.
 
     Args:
         mode: a key of `DAMPING_MODES`.
-        lambdas: those of the options.
+        lambdas: λs of the options.
         max_condition: κ_max of the clip, or None.
         means: mean eigenvalues (tr A/m, tr G/o) of a Kronecker block; None for any other block.
     """

@@ -17,18 +17,18 @@ from gramian.linalg.factors.columns import Columns
 
 @dataclass(frozen=True)
 class Basis:
-    """Orthonormal Q [n, r]: a matrix, U W of a low-rank side, or the standard basis."""
+    """Orthonormal vectors Q [n, r] of one side: a matrix, U W with the columns U of a low-rank side, or the standard basis."""
 
     dim: int
-    """n."""
+    """n, the number of rows of the basis Q [n, r]."""
     matrix: Tensor | None
-    """Q itself, or W [columns of U, r]; None: the standard basis."""
+    """The basis Q [n, r] itself, or W [columns of U, r] where Q = U W; None: the standard basis."""
     columns: Columns | None = None
-    """U."""
+    """The columns U of a low-rank factor U Uᵀ, from which the basis is Q = U W, W = `matrix`; None for other factors."""
 
     @classmethod
     def of(cls, factor: Factor) -> "Basis":
-        """The eigenvectors of a factor from its last decomposition, whose memory they share.
+        """The eigenvectors of a factor as a `Basis`, from its last decomposition, whose memory they share.
 
         Eigenvectors whose eigenvalue is 0 up to rounding are left out, since they are arbitrary.
         """
@@ -45,11 +45,11 @@ class Basis:
 
     @property
     def rank(self) -> int:
-        """r, the number of directions."""
+        """r, the number of basis vectors."""
         return self.dim if self.matrix is None else self.matrix.shape[1]
 
     def nbytes_beside(self, factor: Factor) -> int:
-        """Bytes of the matrix, 0 where the factor stores it as well."""
+        """Bytes of the basis's matrix; 0 where the factor stores the same memory as its eigenvectors."""
         holder = factor._whole if isinstance(factor, DiagonalLowRank) else factor
         eigen = holder._eigen if isinstance(holder, Dense | LowRank) else None
         if self.matrix is None:
@@ -59,21 +59,21 @@ class Basis:
         return self.matrix.nbytes
 
     def coordinates(self, y_NK: Tensor) -> Tensor:
-        """Qᵀ Y, [r, k]."""
+        """Qᵀ Y, [r, k], for Y [n, k]: its coordinates in this basis Q."""
         if self.matrix is None:
             return y_NK
         inner = y_NK if self.columns is None else self.columns.transposed_times(y_NK)
         return self.matrix.to(inner).mT @ inner
 
     def combined(self, c_RK: Tensor) -> Tensor:
-        """Q C, [n, k]."""
+        """Q C, [n, k], for coordinates C [r, k] in this basis Q."""
         if self.matrix is None:
             return c_RK
         mixed = self.matrix.to(c_RK) @ c_RK
         return mixed if self.columns is None else self.columns.times(mixed)
 
     def squared_cosines(self, other: "Basis", like: Tensor) -> Tensor | None:
-        """(QᵀQ')⊙² [r, r'], which maps diag(s) in the other basis to its diagonal in this one; None: the identity."""
+        """(QᵀQ')⊙² [r, r'] of this basis Q and another Q': maps diag(s) in Q' to its diagonal in Q; None: the identity."""
         if self.matrix is None and other.matrix is None:
             return None
         eye = torch.eye(other.rank, dtype=like.dtype, device=like.device)
@@ -82,34 +82,37 @@ class Basis:
 
 @dataclass(frozen=True)
 class Correction:
-    """EK-FAC's eigenvalues S with their eigenbasis."""
+    """EK-FAC's eigenvalues S [r, s] of one block with their eigenbases of G and A."""
 
     values_RS: Tensor
-    """S, float32 or float64: second moments of per-sample gradients along q_G q_Aᵀ; 0 outside the basis."""
+    """S [r, s], float32 or float64: second moments of per-sample gradients along q_G q_Aᵀ; 0 outside the basis."""
     G: Basis
     A: Basis
     outside: float
-    """Share of the per-sample gradients' squared norm that is outside the basis, and lost."""
+    """Share of the per-sample gradients' squared norm that lies outside the basis, and that S therefore misses."""
 
     @property
     def complete(self) -> bool:
-        """True if the basis spans everything."""
+        """True if the eigenbasis spans the whole space of [o, m] matrices."""
         return self.G.rank == self.G.dim and self.A.rank == self.A.dim
 
     def apply(self, y_OM: Tensor, f_RS: Tensor, outside: float) -> Tensor:
-        """f₀Y + Q_G [(f − f₀) ⊙ Q_GᵀYQ_A] Q_Aᵀ, with f₀ = `outside` for directions outside the basis. 4·o·m·(r + s) FLOPs."""
+        """f₀Y + Q_G [(f − f₀) ⊙ Q_GᵀYQ_A] Q_Aᵀ for Y [o, m]: eigenvalues f [r, s] in the basis, f₀ = `outside` elsewhere.
+
+        4·o·m·(r + s) FLOPs.
+        """
         c_RS = self.A.coordinates(self.G.coordinates(y_OM).mT).mT
         out = self.A.combined(self.G.combined((f_RS.to(y_OM) - outside) * c_RS).mT).mT
         return out + outside * y_OM if outside else out
 
     def diagonal(self) -> Tensor:
-        """diag F as a matrix like Y, [o, m]: Q_G⊙² S Q_A⊙²ᵀ. 2·o·s·(r + m) FLOPs."""
+        """diag F of the EK-FAC Fisher as a matrix [o, m] like the weight: Q_G⊙² S Q_A⊙²ᵀ. 2·o·s·(r + m) FLOPs."""
         left, right = (Basis(basis.dim, None).squared_cosines(basis, self.values_RS) for basis in (self.G, self.A))
         values = self.values_RS if left is None else left @ self.values_RS
         return values if right is None else values @ right.mT
 
     def seen_in(self, G: Basis, A: Basis) -> Tensor:
-        """The diagonal of this F in another basis: (Q_GᵀQ_G')⊙² S (Q_AᵀQ_A')⊙²ᵀ."""
+        """The diagonal of this EK-FAC Fisher in another basis Q (G and A), Q' its own: (Q_GᵀQ_G')⊙² S (Q_AᵀQ_A')⊙²ᵀ."""
         values = self.values_RS
         left, right = G.squared_cosines(self.G, values), A.squared_cosines(self.A, values)
         values = values if left is None else left @ values

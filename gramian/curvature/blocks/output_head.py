@@ -11,7 +11,7 @@ from gramian.taps.model.user_names import named_modules
 
 
 def known_head(root: nn.Module, head: str | None) -> str | None:
-    """The named head, or the model's `get_output_embeddings()`; None: unknown until the first forward."""
+    """Name of the output layer: `head`, else that of the model's `get_output_embeddings()`; None: unknown before a forward."""
     names = {id(module): name for name, module in named_modules(root)}
     if head is not None:
         if head not in names.values():
@@ -23,7 +23,7 @@ def known_head(root: nn.Module, head: str | None) -> str | None:
 
 
 def seen_head(layer: str | None, specs: Mapping[str, Spec], exact_head: bool) -> str | None:
-    """The layer whose output the first forward returned, if it has factors; without any an error if `exact_head`."""
+    """`layer`, whose output the first forward returned, if it has K-FAC factors; else None, an error if `exact_head`."""
     if layer is not None and has_factors(layer, specs):
         return layer
     if exact_head and layer is not None:

@@ -23,14 +23,14 @@ Representation = Literal["dense", "low rank", "diagonal"]
 
 
 def representation(keep: StoragePolicy, kept: int) -> Representation:
-    """The representation of a side of which all processes together kept so many tokens."""
+    """The representation of a side (A or G) of which all processes together stored `kept` tokens under the policy `keep`."""
     if keep.diagonal:
         return "diagonal"
     return "low rank" if kept <= keep.rows_up_to else "dense"
 
 
 def low_rank_up_to(side: Side, width: int, is_head: bool, options: Options) -> int:
-    """The most tokens for which the side is low rank; 0: it is always dense."""
+    """The largest number of tokens for which a side (A or G) of this width is low rank; 0: it is always dense."""
     if not options.low_rank:
         return 0
     if side == "G":
@@ -42,7 +42,7 @@ def low_rank_up_to(side: Side, width: int, is_head: bool, options: Options) -> i
 
 
 def keep_for(side: Side, width: int, is_head: bool, options: Options) -> StoragePolicy:
-    """What a side keeps of its tokens while they arrive."""
+    """The `StoragePolicy` of a side of this width: which tokens are stored, or only summed, as they arrive."""
     if width > WIDEST_DENSE:
         if not options.low_rank:
             return StoragePolicy(diagonal=True)

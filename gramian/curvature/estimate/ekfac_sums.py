@@ -34,20 +34,20 @@ from gramian.parallel.sharded_columns import ShardedColumns
 
 @dataclass
 class EKFACUse:
-    """One use of a weight in one pass."""
+    """One call of a layer with a weight in one pass: the inputs and output gradients of its tokens."""
 
     inputs_BT: Tensor
-    """a [B, T, in]; of a table the indices [B, T]."""
+    """Inputs a [B, T, in]; for an embedding table the indices [B, T]."""
     gradients_BTO: Tensor
-    """g [B, T, out]."""
+    """Gradients g [B, T, out] of the layer's outputs."""
     scale: float | Tensor
-    """The factor from g to the gradient of a sample's own loss."""
+    """Factor that turns `gradients_BTO` into gradients of each sample's own loss."""
     is_table: bool
     owned: bool = False
-    """True if no one else can write to its memory."""
+    """True if inputs and gradients are copies that no one else can write to."""
 
     def own(self, copies: dict[tuple[int, ...], Tensor]) -> None:
-        """Copy memory that the user may write to after the pass; layers that share an input share its copy."""
+        """Copy inputs and gradients, which the user may write to after the pass; layers that share an input share its copy."""
         if self.owned:
             return
         self.owned = True
@@ -57,7 +57,7 @@ class EKFACUse:
 
 @dataclass
 class SoftmaxTokens:
-    """Tokens of an exact softmax head."""
+    """Tokens of a head whose softmax Fisher is exact: inputs [T, in], probabilities [T, V], weights [T]."""
 
     inputs_TI: Tensor
     probabilities_TV: Tensor
@@ -69,13 +69,13 @@ class EKFACSamples:
     """The stored tokens of one block, from which EK-FAC measures its eigenvalues."""
 
     passes: dict[int, list[EKFACUse]] = field(default_factory=dict)
-    """{pass: uses by the same samples}."""
+    """{pass number: calls of layers with this weight, all by the samples of that pass}."""
     weights: dict[int, Tensor] = field(default_factory=dict)
-    """{pass: weight of each sample [B]} where some are neither 0 nor 1."""
+    """{pass number: weight of each sample [B]} where some are neither 0 nor 1."""
     softmax: list[SoftmaxTokens] = field(default_factory=list)
 
     def add(self, number: int, use: EKFACUse, weights_BT: Tensor | None, borrowed: bool) -> None:
-        """Add one use."""
+        """Add one call `use` to pass `number`; memory that is `borrowed` (reused after the call) is copied at once."""
         if borrowed:
             use.own({})
         self.passes.setdefault(number, []).append(use)
@@ -83,7 +83,7 @@ class EKFACSamples:
             self.weights[number] = weights_BT.amax(1)
 
     def own(self, copies: dict[tuple[int, ...], Tensor]) -> None:
-        """End a pass: copy memory that the user may write to."""
+        """At the end of a pass, copy the stored tensors that are the user's memory; `copies` holds copies that layers share."""
         for uses in self.passes.values():
             for use in uses:
                 use.own(copies)
@@ -96,9 +96,10 @@ def correct(
     before: Mapping[str, Block],
     factorisations: SharedFactorisation,
 ) -> None:
-    """Give every Kronecker block of a refresh its S, from the stored tokens {block: samples}. Collective.
+    """Measure EK-FAC's eigenvalues S of every Kronecker block of a refresh, from {block: its stored tokens}. Collective.
 
-    `fresh` are the new blocks, averaged with those from `before`. An error on one process is raised on all.
+    They are set on the new blocks `fresh`, averaged with those of the blocks `before`. An error on one process is raised on
+    all.
     """
     blocks = {name: block for name, block in fresh.items() if block.A is not None}
     exchange = factorisations.exchange
@@ -135,29 +136,29 @@ def _dtype(block: Block) -> torch.dtype:
 
 @dataclass
 class EigenbasisSums:
-    """Σ over the samples of one block, in its eigenbasis."""
+    """Sums over samples b of one block for EK-FAC's eigenvalues: Σ_b (Q_GᵀY_bQ_A)⊙² [R, S] and Σ_b ‖Y_b‖², with both bases."""
 
     squares_RS: Tensor
     norm: Tensor
-    """Σ_b ‖Y_b‖², 0-dim float64."""
+    """Σ_b ‖Y_b‖² over the gradients Y_b of samples b, 0-dim float64."""
     G: Basis
     A: Basis
 
     def summed(self, exchange: Exchange | None) -> "EigenbasisSums":
-        """Σ over all processes. One all-reduce of S and one of a number."""
+        """These sums added up over all processes; `exchange` None: unchanged. One all-reduce of a matrix, one of a number."""
         if exchange is None:
             return self
         return EigenbasisSums(exchange.sum(self.squares_RS), exchange.sum(self.norm), self.G, self.A)
 
     def correction(self, terms: float) -> Correction:
-        """S, and the share of the trace outside the basis."""
+        """EK-FAC's eigenvalues (sum of squares / `terms`) with their basis, and the share of the trace outside the basis."""
         inside, norm = float(self.squares_RS.double().sum()), float(self.norm)
         outside = max(0.0, 1.0 - inside / norm) if norm > 0 else 0.0
         return Correction(self.squares_RS / terms, self.G, self.A, outside)
 
 
 def _averaged(new: Correction, block: Block, old: Block | None, decay: float) -> Correction:
-    """The moving average over refreshes, as of the factors, with the old values expressed in the new basis."""
+    """The moving average of EK-FAC's eigenvalues over refreshes, with the old ones expressed in the new basis."""
     k = block.facts.refreshes
     if old is None or old.correction is None or k <= 1:
         return new
@@ -169,7 +170,10 @@ def _averaged(new: Correction, block: Block, old: Block | None, decay: float) ->
 def _measured(
     block: Block, bases: tuple[Basis, Basis], samples: EKFACSamples, exchange: Exchange | None
 ) -> tuple[EigenbasisSums, str]:
-    """This process's sums, and the error that cost it a part of them. Collective where a side's rows are sharded."""
+    """This process's `EigenbasisSums` of a block, and the text of an error, after which they lack a part, or "".
+
+    Collective where a side's rows are sharded.
+    """
     (G, A), spec, dtype = bases, block.spec, _dtype(block)
     zero = torch.zeros(G.rank, A.rank, dtype=dtype, device=spec.device)
     sums, problem = EigenbasisSums(zero, torch.zeros((), dtype=torch.float64, device=spec.device), G, A), ""
@@ -203,17 +207,17 @@ def _measured(
 
 
 def _one_line(spec: Spec, error: Exception) -> str:
-    """An error in one line."""
+    """The text of an error in one line, with the block's name and the error's type."""
     return " ".join(f"{spec.name}: {type(error).__name__}: {error}".split())
 
 
 class _Rows:
-    """Both sides of all uses of a weight in one pass: Y_b = Σ_k out_bk in_bkᵀ over the K tokens of all its uses."""
+    """Inputs and output gradients of all K tokens of a weight in one pass: Y_b = Σ_k out_bk in_bkᵀ for sample b."""
 
     def __init__(
         self, spec: Spec, uses: Sequence[EKFACUse], weights_B: Tensor | None, dtype: torch.dtype, table: bool
     ) -> None:
-        """Concatenate the tokens of `uses` by the same samples; `table`: the weight is a table only, inputs stay indices."""
+        """Concatenate the tokens of the calls `uses`; `table`: the weight is only an embedding table, inputs stay indices."""
         self.batch = len(uses[0].gradients_BTO)
         self.weights_B, self.width = weights_B, spec.inputs
         inputs, outputs = [], []
@@ -229,23 +233,23 @@ class _Rows:
 
     @property
     def outputs_KN(self) -> Tensor:
-        """[B·K, o]."""
+        """Output gradients of all K tokens of all B samples, [B·K, o]."""
         return self.outputs_BKO.flatten(0, 1)
 
     @property
     def inputs_KN(self) -> Tensor:
-        """[B·K, m]."""
+        """Inputs of all K tokens of all B samples, [B·K, m]."""
         return self.inputs_BK.flatten(0, 1)
 
     def _roots_B(self, like: Tensor) -> Tensor | None:
-        """1/√w: a sample of weight 2 counts as two samples."""
+        """1/√w [B] for sample weights w, so that a sample of weight 2 counts as two samples; None: all are 1."""
         if self.weights_B is None:
             return None
         top_B = self.weights_B.to(like)
         return torch.where(top_B > 0, top_B, 1.0).rsqrt()
 
     def add(self, sums: EigenbasisSums, g_KR: Tensor, a_KS: Tensor) -> None:
-        """Σ_b (Q_GᵀY_bQ_A)⊙² and Σ_b ‖Y_b‖² = Σ_b ⟨out outᵀ, in inᵀ⟩."""
+        """Add Σ_b (Q_GᵀY_bQ_A)⊙² and Σ_b ‖Y_b‖² to `sums`, from both sides in their bases: g [B·K, r], a [B·K, s]."""
         tokens = self.outputs_BKO.shape[1]
         g_BKR, a_BKS = (c.reshape(self.batch, tokens, c.shape[1]) for c in (g_KR, a_KS))
         roots_B = self._roots_B(g_KR)
@@ -263,7 +267,7 @@ class _Rows:
             sums.norm += (out[part] @ out[part].mT).mul_(into[part] @ into[part].mT).sum(dtype=torch.float64)
 
     def add_table(self, sums: EigenbasisSums, g_KR: Tensor) -> None:
-        """The same where inputs are rows of a table: tokens of one sample and one row are added up, then squared."""
+        """Add Σ_b (Q_GᵀY_bQ_A)⊙² and Σ_b ‖Y_b‖² to `sums` for an embedding, where tokens of one sample and row are joined."""
         tokens = self.inputs_BK.shape[1]
         sample_K = torch.arange(self.batch, device=g_KR.device).repeat_interleave(tokens)
         keys, place_K = (sample_K * self.width + self.inputs_BK.flatten()).unique(return_inverse=True)
@@ -277,7 +281,7 @@ class _Rows:
 
 
 def _add_softmax(sums: EigenbasisSums, head: SoftmaxTokens, a_TS: Tensor) -> None:
-    """Σ_t w_t (q_Gᵀ(diag p − p pᵀ)q_G)(q_Aᵀa)²; its trace is Σ_t w_t (1 − ‖p‖²)‖a‖²."""
+    """Add Σ_t w_t (q_Gᵀ(diag p − p pᵀ)q_G)(q_Aᵀa)² and its trace Σ_t w_t (1 − ‖p‖²)‖a‖² to `sums`; `a_TS` are the q_Aᵀa."""
     p_TV, w_T = head.probabilities_TV.to(a_TS), head.weights_T.to(a_TS)
     q_VR = sums.G.combined(torch.eye(sums.G.rank, dtype=a_TS.dtype, device=a_TS.device))
     spread_TR = p_TV @ q_VR.square() - (p_TV @ q_VR).square()
@@ -287,7 +291,7 @@ def _add_softmax(sums: EigenbasisSums, head: SoftmaxTokens, a_TS: Tensor) -> Non
 
 
 def _with_one(inputs: Tensor, spec: Spec, dtype: torch.dtype) -> Tensor:
-    """Rows of inputs, with a last entry of 1 where the block has a bias."""
+    """Inputs [..., in] in `dtype`, with a last entry of 1 where the block has a bias."""
     rows = wide(inputs).to(dtype)
     return torch.cat([rows, rows.new_ones(*rows.shape[:-1], 1)], -1) if spec.has_bias else rows
 
@@ -295,7 +299,7 @@ def _with_one(inputs: Tensor, spec: Spec, dtype: torch.dtype) -> Tensor:
 def _in_basis(
     basis: Basis, pieces: Sequence[Tensor], width: int, dtype: torch.dtype, exchange: Exchange | None
 ) -> list[Tensor]:
-    """Rows [K, n] of several passes in a basis, [K, r] each. Collective where the rows of a basis are sharded."""
+    """Rows [K, n] of several passes as coordinates in a basis, [K, r] each. Collective if the basis's rows are sharded."""
     sizes = [len(piece) for piece in pieces]
     columns = basis.columns
     if not isinstance(columns, ShardedColumns) or exchange is None:

@@ -26,14 +26,14 @@ from gramian.taps.roles import Withheld
 
 IGNORE = -100
 ROWS = 2**26
-"""Probabilities that are summed up at a time when labels are drawn."""
+"""Number of probabilities that are summed up at a time when labels are drawn."""
 
 
 FISHER_TYPES = ("empirical", "mc", "true")
 
 
 def check_draws(fisher_type: Any, n_samples: Any, generator: Any) -> None:
-    """Raise for the first argument that does not define where labels come from."""
+    """Raise a GramianError for the first of these arguments of `collect_kfac_factors` that has a value it cannot have."""
     if fisher_type not in FISHER_TYPES:
         names = ", ".join(f'"{name}"' for name in FISHER_TYPES)
         raise GramianError(f"fisher_type: expected one of {names}, got {fisher_type!r}")
@@ -44,7 +44,7 @@ def check_draws(fisher_type: Any, n_samples: Any, generator: Any) -> None:
 
 @dataclass(frozen=True)
 class LabelArguments:
-    """Where labels come from, as `collect_kfac_factors` takes it; there every field is explained."""
+    """The arguments of `collect_kfac_factors` that determine the labels; each field is explained there."""
 
     fisher_type: str
     n_samples: int
@@ -54,32 +54,32 @@ class LabelArguments:
 
     @property
     def drawn(self) -> bool:
-        """True if labels are drawn from the model."""
+        """True if labels are drawn from the model's own distribution ("mc", "true")."""
         return self.fisher_type != "empirical"
 
 
 @dataclass(frozen=True)
 class LabelledBatch:
-    """A batch as arguments of the model, with the labels and the mask of its positions."""
+    """A batch as arguments of the model's forward, with the labels and the mask of its positions."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     labels: Tensor | None
-    """As the user gives them, before any shift."""
+    """Labels as the user gives them, before any shift; None: the batch has none."""
     mask_BT: Tensor | None
-    """attention_mask."""
+    """The batch's `attention_mask` [B, T], if it has one."""
     inputs: Tensor
     shifted: bool
     """True if position t predicts label t+1."""
 
     @property
     def unlabelled(self) -> bool:
-        """True if the batch has no labels, and its inputs are not their own labels either."""
+        """True if the batch has no labels and its inputs cannot serve as labels (they do where labels are shifted)."""
         return self.labels is None and not self.shifted
 
 
 def labels_of(root: nn.Module, batch: Any, fisher_type: str, shifted: bool | None) -> LabelledBatch:
-    """Read a batch for passes of its own over a model, which must have labels where none are drawn."""
+    """Read a batch as `LabelledBatch`; an error if "empirical" finds no labels in it, or if a capture of the model is open."""
     found = read_batch(root, batch, shifted)
     if fisher_type == "empirical" and found.unlabelled:
         raise GramianError('labels: expected them in the batch for fisher_type="empirical"')
@@ -88,7 +88,7 @@ def labels_of(root: nn.Module, batch: Any, fisher_type: str, shifted: bool | Non
 
 
 def read_batch(model: nn.Module, batch: Any, shifted: bool | None) -> LabelledBatch:
-    """Read a batch: a mapping as Hugging Face models take it, or (inputs, labels)."""
+    """Read a mapping as Hugging Face models take it, or (inputs, labels); `shifted` None: decided by the model's class."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise GramianError("model: is an encoder and a decoder; expected kfac.capture(...) around your own loss for it")
     if shifted is not None and not isinstance(shifted, bool):
@@ -126,7 +126,7 @@ def _is_causal(model: nn.Module) -> bool:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits in the output of a model."""
+    """The logits [B, ..., V] in a model's output: its `.logits`, its first element, or itself. A DTensor is gathered."""
     logits = getattr(output, "logits", output[0] if isinstance(output, tuple | list) else output)
     if not isinstance(logits, Tensor) or logits.dim() < 2 or not logits.is_floating_point():
         raise GramianError("model: returned no logits; expected a tensor [B, ..., V], alone, first, or as .logits")
@@ -135,21 +135,21 @@ def logits_of(output: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Positions:
-    """The positions that have a loss term, and their labels."""
+    """The positions of a batch that have a loss term, and their labels."""
 
     counted: Tensor
-    """bool, [B] or [B, T]."""
+    """Bool [B] or [B, T]: True where a position has a loss term."""
     labels: Tensor | None
-    """Aligned with the logits; None where the batch has none."""
+    """Labels aligned with the logits; None where the batch has none."""
 
     @property
     def terms(self) -> float:
-        """N."""
+        """Number of positions that have a loss term."""
         return float(self.counted.sum())
 
 
 def positions(batch: LabelledBatch, shape: torch.Size | None) -> Positions:
-    """The positions with a loss term, from labels and mask; without either, from the shape of the logits."""
+    """Find the positions of a batch with a loss term, from labels and mask; without labels all of the logits' `shape`."""
     labels, mask, device = batch.labels, batch.mask_BT, batch.inputs.device
     if labels is None and batch.shifted:
         labels = batch.inputs if mask is None else batch.inputs.masked_fill(mask == 0, IGNORE)
@@ -170,7 +170,7 @@ def positions(batch: LabelledBatch, shape: torch.Size | None) -> Positions:
 
 
 def token_weights(batch: LabelledBatch, found: Positions) -> Tensor | None:
-    """[B, T], weights of the layers' tokens: those with a loss term, or, where a sample has one term, those of its mask."""
+    """Weights [B, T] or [B, 1] of layers' tokens: 1 with a loss term; where a sample has one term, its mask. None: all 1."""
     if found.counted.dim() >= 2:
         return found.counted.flatten(1).double()
     weights = None if batch.mask_BT is None or batch.mask_BT.dim() != 2 else batch.mask_BT.double()
@@ -181,7 +181,7 @@ def token_weights(batch: LabelledBatch, found: Positions) -> Tensor | None:
 
 
 def draw_labels(logits: Tensor, seed: int, samples_B: Tensor, draw: int) -> Tensor:
-    """One label per position from softmax(logits), keyed by (seed, sample, position, draw): the logits' shape without V."""
+    """Draw one label per position from softmax(logits) [..., V], keyed by (seed, sample, position, draw): [...]."""
     classes = logits.shape[-1]
     rows = logits.detach().reshape(-1, classes)
     per_sample = rows.shape[0] // max(len(samples_B), 1)
@@ -196,7 +196,7 @@ def draw_labels(logits: Tensor, seed: int, samples_B: Tensor, draw: int) -> Tens
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
-    """Σ over counted positions of the cross entropy, float32 at least."""
+    """Σ of the cross entropy over the positions where `counted` is True, in float32 (float64 for float64 logits)."""
     wanted = labels.masked_fill(~counted, IGNORE).reshape(-1)
     rows = logits.reshape(-1, logits.shape[-1])
     rows = rows if rows.dtype == torch.float64 else rows.float()
@@ -204,7 +204,7 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor, counted: Tensor) -> Ten
 
 
 def find_positions(root: nn.Module, batch: LabelledBatch) -> Positions:
-    """`positions` of a batch; a forward shows the shape of the logits where there are no labels."""
+    """The positions of a batch that have a loss term; without labels a forward shows the shape of the logits."""
     shape = None
     if batch.unlabelled:
         with torch.no_grad():
@@ -221,7 +221,10 @@ def run_pass(
     samples: Tensor,
     cap: KFACCapture | None = None,
 ) -> None:
-    """A forward, and the backward of the summed cross entropy of the batch's own labels (`draw` None) or of drawn ones."""
+    """Run a forward, and a backward of the summed cross entropy of the batch's labels (`draw` None) or of drawn ones.
+
+    `found` are the positions with a loss term; (`seed`, `samples`, `draw`) key the drawn labels.
+    """
     logits = logits_of(root(*batch.args, **batch.kwargs))
     if logits.shape[:-1] != found.counted.shape:
         raise GramianError(
@@ -243,9 +246,10 @@ def run_passes(
     seed: int,
     sample_ids: Tensor | None,
 ) -> None:
-    """One captured pass over a batch with its own labels (`draws` None), or one for every draw; the model is left as it was.
+    """Run one captured pass over a batch with its own labels (`draws` None), or one for every draw of labels.
 
     `capture` opens a capture for positions and token weights; `sample_ids` [B] key the draws and subsets, None: `global_ids`.
+    The model is left as it was.
     """
     with ExitStack() as around:
         around.enter_context(preserve_state(root))
@@ -269,7 +273,7 @@ def run_passes(
 
 
 def _refuse_part_of_classes(cap: KFACCapture, logits: Tensor) -> None:
-    """Raise if a tensor-parallel head returns only its own classes to each process: labels need all of them."""
+    """Raise a GramianError if a tensor-parallel head returns only its own classes to each process: labels need all."""
     head = cap.kronecker.head or cap.output_layer()
     classes = next((spec.outputs for spec in cap.kronecker.specs.values() if head in spec.layers), logits.shape[-1])
     if logits.shape[-1] != classes:
@@ -280,7 +284,7 @@ def _refuse_part_of_classes(cap: KFACCapture, logits: Tensor) -> None:
 
 
 def refuse_unknown_classes(labels: Tensor, counted: Tensor, classes: int) -> None:
-    """Raise if a label that counts is not a class."""
+    """Raise a GramianError if a label at a position where `counted` is True is not a class in [0, classes)."""
     wrong = counted & ((labels < 0) | (labels >= classes))
     if bool(wrong.any()):
         raise GramianError(

@@ -31,7 +31,7 @@ ONE_BACKWARD = "capture: got a second backward; expected cap.next(num_terms=...)
 
 @dataclass(frozen=True)
 class LossArguments:
-    """The user's description of a loss, as `kfac.capture` takes it; there every field is explained."""
+    """The arguments of `kfac.capture` that describe the loss; each field is explained there."""
 
     loss_reduction: str | float
     num_terms: float | None
@@ -41,13 +41,13 @@ class LossArguments:
     sample_ids: Tensor | None = None
 
     def check(self) -> None:
-        """Raise for the first argument that cannot describe a loss."""
+        """Raise a GramianError for the first argument with a value that cannot describe a loss."""
         check_arguments(self.loss_reduction, self.batch_size, None, self.token_weights, self.loss_scale)
         check_terms(self.num_terms, self.token_weights)
 
 
 class KFACCapture(Capture):
-    """The context of a refresh on the user's passes.
+    """The context of a K-FAC refresh on the user's own forwards and backwards.
 
     ```python
     with kfac.capture(model, num_terms=y0.numel()) as cap:
@@ -70,7 +70,7 @@ class KFACCapture(Capture):
         estimate: str,
         exchange: Exchange | None,
     ) -> None:
-        """Set up the statistics; the model is not touched before the block is entered. `finish` makes factors of the sums."""
+        """Set up both statistics; the model is not touched before the `with` block. `finish` makes factors from the sums."""
         super().__init__(
             model,
             kronecker,
@@ -83,17 +83,17 @@ class KFACCapture(Capture):
         self._curvature, self._finish = state, finish
         self.kronecker, self.remainder, self.estimate = kronecker, remainder, estimate
         self.exchange = exchange
-        """The processes that share the refresh; None: this one alone."""
+        """Collectives among the processes that share the refresh; None: this process alone."""
         self.sample_sharding = sample_sharding(model, exchange)
-        """How samples are numbered over them; None: this process has all."""
+        """How samples are numbered over the processes that share the refresh; None: this process has all samples."""
         self.draw = 0
         """Number of the draw of labels that the next pass uses."""
         self.no_backward = ""
-        """The error to raise if no process had a backward."""
+        """Text of the error to raise if no process had a backward inside the capture."""
         self.terms = 0.0
-        """Loss terms of the backwards so far."""
+        """Number of loss terms of the backwards so far."""
         self.samples = 0
-        """Samples whose backward has ended."""
+        """Number of samples whose backward has ended."""
         self._next: tuple[float | None, Tensor | None, Tensor | None] | None = None
         self._announcements = 0
         self._counted: dict[int, int] = {}
@@ -102,12 +102,12 @@ class KFACCapture(Capture):
 
     @property
     def passes(self) -> int:
-        """Backwards that have ended."""
+        """Number of backwards inside this capture that have ended."""
         return self._passes
 
     @property
     def problem(self) -> str:
-        """Why the sums cannot be used; "" if they can."""
+        """Why the sums of this capture cannot be used, as a text; "" if they can."""
         return "a backward failed half-way inside the capture" if self._failed else ""
 
     def next(
@@ -119,7 +119,7 @@ class KFACCapture(Capture):
         self._announcements += 1
 
     def __enter__(self) -> Self:
-        """Install the taps."""
+        """Begin to observe the model's forwards and backwards."""
         self._curvature.refuse_nested()
         try:
             super().__enter__()
@@ -134,7 +134,7 @@ class KFACCapture(Capture):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take the taps off; if all went well, make the factors."""
+        """Stop observing the model and, if no error occurred, make new factors from the sums. Collective in a group."""
         try:
             self._leave(kind, error, trace)
         finally:
@@ -143,7 +143,7 @@ class KFACCapture(Capture):
     def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Announce any error to the other processes, which wait for this one."""
+        """Stop observing and finish the refresh; announce any error to the other processes, which wait for this one."""
         try:
             super().__exit__(kind, error, trace)
         except BaseException as problem:
@@ -161,7 +161,7 @@ class KFACCapture(Capture):
         fail_refresh(self._curvature, self.exchange, reason, detail)
 
     def pass_info(self, number: int, batch: int) -> PassInfo:
-        """The pass of a forward: its samples, token weights, and 1 / the coefficient of one term in its loss."""
+        """Describe a forward of `batch` samples: their ids, token weights, and 1 / the coefficient of one term in the loss."""
         if self._next is None:
             raise GramianError(ONE_BACKWARD)
         terms, weights, ids = self._next
@@ -198,7 +198,7 @@ class KFACCapture(Capture):
         )
 
     def end_of_pass(self, info: PassInfo) -> None:
-        """Count the terms of a backward, once if it went through several forwards."""
+        """Count the loss terms of a backward that ended, once if it went through several forwards."""
         super().end_of_pass(info)
         assert isinstance(info, RefreshPass)
         backward = torch._C._current_graph_task_id()
@@ -213,11 +213,11 @@ class KFACCapture(Capture):
         self._next = None
 
     def output_layer(self) -> str | None:
-        """The layer whose output the model returns."""
+        """Name of the layer whose output the model's forward returned; None while it is not known."""
         return self._hub.output_layer
 
     def collected(self) -> tuple[Any, Any]:
-        """The sums of both statistics; empty if they cannot be used."""
+        """Sums of the K-FAC blocks and of the remaining parameters, {block: sums} each; both empty if they cannot be used."""
         return ({}, {}) if self.problem else (self._sums_of(self.kronecker), self._sums_of(self.remainder))
 
 
@@ -225,21 +225,21 @@ class IdleCapture:
     """The context that `kfac.capture(...)` returns on a step that does not refresh: it observes nothing."""
 
     def __enter__(self) -> Self:
-        """Do nothing."""
+        """Observe nothing: this step does not refresh the factors."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Do nothing."""
+        """Change nothing: this step does not refresh the factors."""
 
     def next(
         self, *, num_terms: float | None = None, token_weights: Tensor | None = None, sample_ids: Tensor | None = None
     ) -> None:
-        """Check the arguments, as a refreshing capture does."""
+        """Check the arguments of the next backward, as a refreshing capture does, and do nothing else."""
         check_terms(num_terms, token_weights)
 
 
 def sample_sharding(model: nn.Module, exchange: Exchange | None) -> SampleAssignment | None:
-    """How samples are numbered: each process has its own, or a tensor-parallel group shares them; None: this one has all."""
+    """How processes number their samples: each its own, or as a tensor-parallel group; None: one process has all samples."""
     tensor_parallel = TensorParallel.of(unwrap(model))
     if tensor_parallel is not None and any(is_compiled(module) for module in model.modules()):
         raise GramianError("model: is tensor parallel and compiled, which K-FAC cannot see into; expected eager mode")
@@ -254,7 +254,7 @@ def sample_sharding(model: nn.Module, exchange: Exchange | None) -> SampleAssign
 
 
 def global_ids(given: Any, first: int, batch: int, sharding: SampleAssignment | Exchange | None) -> Tensor:
-    """Ids of a batch's samples among those of all processes, [B].
+    """Ids [B] of a batch's samples among those of all processes: `given` by the user, or numbered.
 
     Where the user gives none, the i-th sample of process r of W is sample i·W + r, as a `DistributedSampler` numbers them, so
     that one process which sees all samples in order has the same ids. `first` samples came before this batch.
@@ -269,7 +269,7 @@ def global_ids(given: Any, first: int, batch: int, sharding: SampleAssignment | 
 
 
 def check_terms(num_terms: Any, token_weights: Any) -> None:
-    """Check that the number of loss terms is stated, directly or by token weights."""
+    """Raise a GramianError unless the number of loss terms of a backward is given, directly or by token weights [B, T]."""
     if token_weights is not None and not isinstance(token_weights, Tensor):
         raise GramianError(f"token_weights: expected a tensor of shape [B, T], got {type(token_weights).__name__}")
     if num_terms is None:

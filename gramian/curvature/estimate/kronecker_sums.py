@@ -1,4 +1,4 @@
-"""Sums of a refresh for K-FAC blocks: a statistic over layers.
+"""Sums over tokens for the K-FAC blocks of one refresh, as a statistic that observes layers.
 
 Legend: B samples, T tokens, I = m inputs, O outputs, V classes, N loss terms, w token weights.
 
@@ -32,45 +32,45 @@ from gramian.taps.sites.site import Sides
 
 @dataclass
 class BlockSums:
-    """Sums of one K-FAC block over the tokens of this process."""
+    """Sums of one K-FAC block over the tokens that this process saw in a refresh."""
 
     inputs: TokenMoment | None = None
     gradients: TokenMoment | None = None
     probabilities: TokenMoment | None = None
-    """In place of `gradients` where the head's Fisher is exact."""
+    """Softmax outputs of the head's tokens, in place of `gradients` where the head's Fisher is exact."""
     counts_V: Tensor | None = None
-    """Σ w per row of an embedding table."""
+    """[V]: for each row of an embedding table the sum of the weights of the tokens that looked it up."""
     table_weight: float | Tensor = 0.0
     table_gradients: TokenMoment | None = None
     samples: EKFACSamples = field(default_factory=EKFACSamples)
-    """Samples with all their tokens, stored for EK-FAC alone."""
+    """All tokens of all samples, stored for EK-FAC only."""
 
     def moments(self) -> list[TokenMoment]:
-        """The sums that have data."""
+        """Those of the sums of inputs, gradients, probabilities and table gradients that have data."""
         found = (self.inputs, self.gradients, self.probabilities, self.table_gradients)
         return [moment for moment in found if moment is not None]
 
 
 @dataclass
 class KroneckerSums(SumsOfOneCapture):
-    """Σ over tokens for every K-FAC block. A statistic over layers."""
+    """The statistic that sums inputs and output gradients of layers over tokens, for every K-FAC block."""
 
     specs: Mapping[str, Spec]
     options: Options
     seed: int
-    """Seed of token subsets."""
+    """Seed of the random keys by which token subsets are chosen."""
     exact_head: bool
-    """Whether the head's G is its softmax Fisher in place of an estimate."""
+    """True if the G of the head is the exact Fisher of its softmax and not an estimate."""
     head: str | None = None
-    """The layer whose outputs are the logits."""
+    """Name of the layer whose outputs are the logits; None while it is not known."""
     find_head: Callable[[], str | None] | None = None
-    """Called once, in the first backward, if `head` is not known before."""
+    """Returns the name of the head; called once, in the first backward, if it was not known before."""
     check_softmax: bool = True
-    """Whether the loss at an exact head is still to be checked."""
+    """True while the loss at an exact head is still to be checked."""
     check_coefficient: bool = True
-    """Whether the coefficient of a loss term is still to be checked."""
+    """True while the coefficient of a loss term is still to be checked."""
     coefficient: float | None = None
-    """Coefficient of one loss term relative to the stated one, where the head shows another."""
+    """Coefficient of one loss term divided by the stated one, if the head's gradients show that they differ."""
     needs: Needs = "layer"
     per_sample: bool = False
     selection: TokenSelection = field(init=False)
@@ -80,17 +80,17 @@ class KroneckerSums(SumsOfOneCapture):
     _last_rows: dict[Any, tuple[Tensor, Tokens]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Begin a selection of tokens."""
+        """Create the `TokenSelection`, which chooses the tokens that enter the sums."""
         self.selection = TokenSelection(self.seed)
 
     def start(self, parameters: Mapping[str, ParameterInfo]) -> dict[str, BlockSums]:
-        """Empty sums of every K-FAC block."""
+        """{K-FAC block: empty `BlockSums`}, at the start of a capture."""
         kronecker = {name: spec for name, spec in self.specs.items() if spec.kind == "kronecker"}
         self._by_layer = {layer: spec for spec in kronecker.values() for layer in spec.layers}
         return {name: BlockSums() for name in kronecker}
 
     def update(self, sums: dict[str, BlockSums], record: LayerRecord) -> None:
-        """Add one use of one layer."""
+        """Add the tokens of one call of one layer to the sums of its block."""
         spec = self._by_layer.get(record.layer)
         if spec is None or spec.parameters[0] not in record.gradients:
             return
@@ -137,7 +137,7 @@ class KroneckerSums(SumsOfOneCapture):
         block.gradients.add(gradients, Products())
 
     def count(self, sums: dict[str, BlockSums], samples: int) -> None:
-        """End a pass: of its tensors only copies of rows stay."""
+        """End a pass: copy the rows that are stored, so that nothing refers to the tensors of the pass."""
         copies: dict[tuple[int, ...], Tensor] = {}
         for block in sums.values():
             for moment in block.moments():
@@ -148,7 +148,7 @@ class KroneckerSums(SumsOfOneCapture):
         self._last_rows.clear()
 
     def _rows(self, chosen: ChosenTokens, inputs_BT: Tensor, borrowed: bool) -> Tokens:
-        """The chosen rows of an input; the very same tensors if the last layer had the same input."""
+        """The chosen rows of an input [B, T, in]; the very same tensors if the last layer had the same input."""
         if borrowed or chosen.index is None:
             return chosen.tokens(inputs_BT, borrowed)
         key = (inputs_BT.data_ptr(), inputs_BT.shape, inputs_BT.stride(), inputs_BT.dtype, id(chosen))
@@ -159,7 +159,7 @@ class KroneckerSums(SumsOfOneCapture):
     def _add_table(
         self, block: BlockSums, spec: Spec, sides: Sides, info: RefreshPass, record: LayerRecord, keep: StoragePolicy
     ) -> None:
-        """Add a lookup: inputs are one-hot, so A is a count per row."""
+        """Add the lookups of an embedding table to a block's sums: inputs are one-hot, so A is a count per row."""
         tied = spec.layout != "table"
         rows, width = (spec.outputs, spec.inputs) if tied else (spec.inputs, spec.outputs)
         chosen = self.selection.choose(sides, info, record.layer, StoragePolicy(rows_up_to=0))
@@ -178,7 +178,7 @@ class KroneckerSums(SumsOfOneCapture):
     def _add_head(
         self, block: BlockSums, spec: Spec, sides: Sides, info: RefreshPass, record: LayerRecord, keep: StoragePolicy
     ) -> None:
-        """Add the head's own Fisher: Σ w (diag p − p pᵀ) over tokens with a loss, from its recomputed outputs.
+        """Add the exact Fisher of a softmax head to a block's sums: Σ w (diag p − p pᵀ), p from its recomputed outputs.
 
         Labels of different tokens are drawn apart, so the Fisher of a sample's summed gradient is this sum too.
         """
@@ -201,7 +201,7 @@ class KroneckerSums(SumsOfOneCapture):
     def _softmax(
         self, sides: Sides, info: RefreshPass, record: LayerRecord, keep: StoragePolicy
     ) -> tuple[Tensor, Tokens, Tensor, Tensor, ChosenTokens]:
-        """Inputs, gradients, probabilities and weights of the chosen tokens of an exact head."""
+        """Inputs, gradients, probabilities and weights of the tokens chosen at an exact head, and the choice."""
         assert sides.outputs is not None
         chosen = self.selection.choose(sides, info, record.layer, keep)
         gradients = chosen.tokens(sides.gradients_BTO, record.borrowed, info.scale, inverse=True)
@@ -211,6 +211,6 @@ class KroneckerSums(SumsOfOneCapture):
         return rows_TI, gradients, p_TV, weights.to(p_TV), chosen
 
     def _check_coefficient(self, p_TV: Tensor, gradients: Tokens) -> None:
-        """Compare the first tokens' gradients with those of a cross entropy of the stated coefficient, once."""
+        """Compare, once, the head's gradients with those of a cross entropy with the stated coefficient; set `coefficient`."""
         self.check_coefficient = False
         self.coefficient = stated_coefficient_error(p_TV, gradients)

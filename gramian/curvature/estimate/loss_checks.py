@@ -17,17 +17,20 @@ from gramian.linalg.wide import pieces, wide
 from gramian.parallel.tensor_parallel import TensorParallel
 
 MOST_TOKENS = 64
-"""Tokens whose coefficient is looked at."""
+"""Number of tokens from which the coefficient of a loss term is measured."""
 DIFFERS = 0.02
-"""A coefficient that is closer to 1 than this is right."""
+"""A measured coefficient within this distance of 1 counts as right."""
 AGREES = 0.05
-"""Largest relative spread of the tokens' own coefficients."""
+"""Largest relative difference of the coefficients of single tokens from their median."""
 UNIFORM = 1e-3
-"""Predictions that differ by less beside the label count as equal."""
+"""Predicted probabilities beside the label that differ by less than this, relatively, count as uniform."""
 
 
 def stated_coefficient_error(p_TV: Tensor, gradients: Tokens) -> float | None:
-    """`seen_coefficient` of the first tokens, whose rows are still to be scaled and weighted."""
+    """The factor c by which the loss's coefficient differs from the stated one, from the first tokens; None: 1 or unknown.
+
+    `p_TV` are the head's probabilities, `gradients` its output gradients, still to be scaled and weighted.
+    """
     g_TV = wide(gradients.rows_TN[:MOST_TOKENS]) * gradients.scale
     if gradients.weights_T is not None:
         g_TV = g_TV * gradients.weights_T[:MOST_TOKENS, None].to(g_TV)
@@ -35,12 +38,13 @@ def stated_coefficient_error(p_TV: Tensor, gradients: Tokens) -> float | None:
 
 
 def seen_coefficient(p_TV: Tensor, g_TV: Tensor) -> float | None:
-    """c ≠ 1 if every token's gradient is c (p − e_y); None if c is 1, or cannot be determined. Cost: passes over T·V.
+    """c ≠ 1 if the gradient of every token is c (p − e_y), p its probabilities, y its label; None if c is 1 or unknown.
 
-    c_t = −g_y/(1 − p_y), y the only negative entry. Soft targets q (label smoothing, a teacher) give g = p − q, for which
-    c_t p − g = c_t p − (p − q) vanishes beside the label only if q is proportional to p there: over all tokens it may be
-    a quarter of what uniform smoothing of that size would leave, |1 − c_t| · ‖p − mean p‖ over the classes beside y. Where p is
-    uniform (two classes, a head of zeros) both are 0 for hard and for soft targets, so the answer is None.
+    c_t = −g_y/(1 − p_y), y the only negative entry. Soft targets q (label smoothing, a teacher) give g = p − q, for which c_t
+    p − g = c_t p − (p − q) vanishes beside the label only if q is proportional to p there: over all tokens it may be a
+    quarter of what uniform smoothing of that size would leave, |1 − c_t| · ‖p − mean p‖ over the classes beside y. Where p is
+    uniform (two classes, a head of zeros) both are 0 for hard and for soft targets, so the answer is None. Cost: passes over
+    T·V.
     """
     y_T1 = g_TV.argmin(1, keepdim=True)
     left_T = 1 - p_TV.gather(1, y_T1)[:, 0]
@@ -60,9 +64,10 @@ def seen_coefficient(p_TV: Tensor, g_TV: Tensor) -> float | None:
 
 
 def check_softmax(layer: str, p_TV: Tensor, gradients: Tokens, tensor_parallel: TensorParallel | None) -> bool:
-    """Check that the loss is the cross entropy of these very logits; True if there was a token to look at.
+    """Check that the loss is the cross entropy of the logits with probabilities `p_TV`; True if a token could be checked.
 
-    A wrong num_terms or loss_reduction raises as well. Processes that see the same samples raise together (collective).
+    If it is not, or num_terms or loss_reduction is wrong, a GramianError is raised, on all processes that see the same
+    samples (collective).
     """
     if tensor_parallel is None:
         return _check_softmax(layer, p_TV, gradients)
@@ -79,7 +84,7 @@ def check_softmax(layer: str, p_TV: Tensor, gradients: Tokens, tensor_parallel: 
 
 
 def _check_softmax(layer: str, p_TV: Tensor, gradients: Tokens) -> bool:
-    """p − g must be a distribution, the target. Beside p and g one piece of the tokens is in memory."""
+    """Check that p − g, probabilities minus logit gradients, is a distribution for all tokens, a chunk of tokens at a time."""
     g_TV, seen = gradients.rows_TN, False
     slack = {torch.float64: 1e-6, torch.float32: 1e-3}.get(g_TV.dtype, 5e-2)
     for piece in pieces(*g_TV.shape):

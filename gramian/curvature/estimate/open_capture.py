@@ -27,7 +27,7 @@ from gramian.parallel.exchange import Exchange
 def capture(
     state: CurvatureState, model: nn.Module, loss: LossArguments, head: str | None, force: bool
 ) -> KFACCapture | IdleCapture:
-    """The context of a step on the user's passes, which observes nothing if the step does not refresh."""
+    """The context of one step on the user's passes: a `KFACCapture`, or an `IdleCapture` if the step does not refresh."""
     with _step(state, model, force) as (due, exchange):
         loss.check()
         exact_head, seed = state.options.kfac_true_fisher_head, state.seeds[0]
@@ -38,7 +38,7 @@ def capture(
 def collect(
     state: CurvatureState, model: nn.Module, batch: Any, labels: LabelArguments, head: str | None, force: bool
 ) -> None:
-    """Refresh on passes over a batch, with its own labels or with drawn ones."""
+    """Count one step and, if it is due, refresh the factors on passes over `batch`, with its own labels or drawn ones."""
     root = module_of(model)
     with _step(state, model, force) as (due, exchange):
         fisher_labels.check_draws(labels.fisher_type, labels.n_samples, labels.generator)
@@ -67,7 +67,7 @@ def collect(
 
 @contextmanager
 def _step(state: CurvatureState, model: nn.Module, force: bool) -> Iterator[tuple[bool, Exchange | None]]:
-    """Count a step: whether it refreshes, and with which processes. A `GramianError` inside the block rejects the step."""
+    """Count one step: yield whether it refreshes, and with which processes. A GramianError inside the block rejects it."""
     state.refuse_nested()
     exchange = refresh_schedule.model_exchange(state, model)
     due = refresh_schedule.begin_step(state, force, exchange)
@@ -88,7 +88,7 @@ def _open(
     estimate: str,
     seed: int,
 ) -> KFACCapture:
-    """A capture of a model that fits the factors, with a head and a memory budget that are possible."""
+    """A `KFACCapture` of a model, after checks that the model fits the factors and that head and memory budget are possible."""
     root = module_of(model)
     if state.model is not None and state.model is not root and state.blocks:
         raise GramianError("model: the factors here are those of another model; expected one object for each model")

@@ -13,36 +13,36 @@ from gramian.taps.records import PassInfo
 
 @dataclass(frozen=True)
 class RefreshPass(PassInfo):
-    """A forward of a refresh and its backward."""
+    """One forward of a refresh and its backward: samples, loss terms and draw of labels."""
 
     num_terms: float = 0.0
-    """N of the backward: loss terms on this process."""
+    """Number of loss terms of the backward on this process."""
     samples_B: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
-    """Global ids of the samples, which random keys are derived from."""
+    """Global ids [B] of the samples, from which random keys are derived."""
     draw: int = 0
-    """Number of the draw of labels."""
+    """Number of the draw of labels that this pass uses; 0 for the data's own labels."""
     announcement: int = 0
     """Number of the `cap.next(...)` that stated num_terms: several forwards of one backward share it."""
     whole_batch: int = 0
-    """Samples behind `num_terms`: this process's and those of the other processes of a tensor-parallel group."""
+    """Number of samples behind `num_terms`: this process's and those of the other processes of a tensor-parallel group."""
     tensor_parallel: TensorParallel | None = None
-    """The processes that see the same samples, of which each takes its share."""
+    """The tensor-parallel processes that see the same samples, of which each takes its share; None: there are none."""
 
     @property
     def rows(self) -> int:
-        """Samples of the whole batch."""
+        """Number of samples of the batch, those that other tensor-parallel processes count included."""
         return self.whole_batch
 
 
 class SumsOfOneCapture:
-    """Base of both statistics of a refresh: `Join` adds their sums over processes; sums of two captures are never joined."""
+    """Base of both statistics of a refresh; their sums are added over processes, but those of two captures cannot be merged."""
 
     def merge(self, left: Any, right: Any) -> Any:
-        """Refuse to join sums of several captures."""
+        """Raise a GramianError: K-FAC sums of several captures cannot be merged."""
         raise GramianError(
             "merge: K-FAC sums of several captures; expected one capture with cap.next() between backwards"
         )
 
     def finish(self, sums: Any) -> Any:
-        """The sums as they are."""
+        """Return `sums` unchanged: the refresh turns them into factors."""
         return sums

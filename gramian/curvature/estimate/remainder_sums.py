@@ -14,18 +14,18 @@ from gramian.taps.roles import Needs, ParameterInfo
 
 @dataclass
 class RemainderSums(SumsOfOneCapture):
-    """Σ_i g_i g_iᵀ, or its diagonal, for every parameter outside K-FAC. A statistic over parameters."""
+    """The statistic Σ_i g_i g_iᵀ, or its diagonal, over gradients g_i of samples i, for every parameter outside K-FAC."""
 
     specs: Mapping[str, Spec]
     needs: Needs = "parameter"
     per_sample: bool = False
 
     def start(self, parameters: Mapping[str, ParameterInfo]) -> dict[str, Tensor]:
-        """No sums yet; a parameter that stays missing was not used."""
+        """An empty dict of sums at the start of a capture; a parameter that stays missing was not used."""
         return {}
 
     def update(self, sums: dict[str, Tensor], record: ParameterRecord) -> None:
-        """Add one parameter, all its uses by a sample joined."""
+        """Add the per-sample gradients of one parameter, all its uses by a sample joined, to its sum in `sums`."""
         spec = self.specs.get(record.parameter)
         if spec is None or spec.kind == "kronecker":
             return
@@ -46,4 +46,4 @@ class RemainderSums(SumsOfOneCapture):
         sums[name] = added if name not in sums else sums[name] + added
 
     def count(self, sums: dict[str, Tensor], samples: int) -> None:
-        """Do nothing: the capture counts terms."""
+        """Do nothing at the end of a pass: the capture itself counts loss terms."""

@@ -1,4 +1,4 @@
-"""Σ_t w_t x_t x_tᵀ over tokens, as rows while they are few, as a matrix once they are many.
+"""Second moments Σ_t w_t x_t x_tᵀ over tokens, as rows while they are few, as a matrix once they are many.
 
 Legend: T tokens, N width of a token, w_t weights.
 
@@ -19,47 +19,47 @@ from gramian.linalg.wide import wide, wide_moments
 
 @dataclass(frozen=True)
 class StoragePolicy:
-    """How a moment stores its tokens."""
+    """How the moment Σ w x xᵀ of one side of a block stores its tokens: as rows, as a matrix, or as a diagonal."""
 
     rows_up_to: int = 0
-    """Tokens up to which the rows become a low-rank factor; beyond, a matrix."""
+    """Largest number of tokens that are stored as rows of a low-rank factor; more are summed to a matrix."""
     limit: int | None = None
-    """Tokens of the keyed subset, stored as rows; None: all."""
+    """Size of the keyed random subset of tokens that is stored as rows; None: all tokens."""
     diagonal: bool = False
-    """True: only Σ w x² is stored."""
+    """True if only the diagonal Σ w x² over tokens x with weights w is stored."""
     why: str = ""
-    """The change that memory_budget made; empty: none."""
+    """The change that the option memory_budget made to this policy; empty: none."""
 
 
 @dataclass
 class Tokens:
-    """Rows of one side of one use, chosen and weighted."""
+    """Rows x_t of the inputs or of the output gradients of one layer call, chosen and weighted."""
 
     rows_TN: Tensor
     weights_T: Tensor | None
-    """w_t; None: 1."""
+    """Weights w_t of the rows; None: all are 1."""
     keys_T: Tensor | None
-    """Random keys, for a subset."""
+    """Random keys of the tokens, by which a subset is chosen; None: no subset is taken."""
     scale: float | Tensor = 1.0
-    """A factor that every row is still to be multiplied by."""
+    """A factor by which every row is still to be multiplied."""
     borrowed: bool = False
     seen: int = 0
-    """Tokens before any subset was taken."""
+    """Number of tokens before any subset was taken."""
     owned: bool = False
-    """True if no one else can write to the rows' memory."""
+    """True if the rows are a copy that no one else can write to."""
 
 
 class Products:
-    """The last product of a side with itself: layers that share their input (q, k, v) share it and every sum it enters."""
+    """The last product Σ w x xᵀ: layers that share their input (q, k, v) share it and every sum it enters."""
 
     def __init__(self) -> None:
-        """Begin without a product."""
+        """Begin without a stored product."""
         self._parts: Sequence[Tokens] = ()
         self._product: tuple[Tensor, Tensor] | None = None
         self._sum: tuple[Tensor, Tensor, Tensor] | None = None
 
     def square(self, parts: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
-        """Σ w x xᵀ [N, N] and Σ w x [N] over all parts. 2·T·N² FLOPs, none if the rows are the last ones."""
+        """Σ w x xᵀ [N, N] and Σ w x [N] over the rows of all parts. 2·T·N² FLOPs, none if they are the last call's rows."""
         if self._product is not None and self._same(parts):
             return self._product
         product, first = _squared(parts[0])
@@ -70,22 +70,22 @@ class Products:
         return self._product
 
     def add(self, total: Tensor, product: Tensor) -> Tensor:
-        """Total + product as a new tensor, the same one for every layer that asks for the same sum."""
+        """`total` + `product` as a new tensor, the same one for every layer that asks for the same sum."""
         if self._sum is None or self._sum[0] is not total or self._sum[1] is not product:
             self._sum = (total, product, total + product)
         return self._sum[2]
 
     def forget(self) -> None:
-        """Free the last product, at the end of a pass."""
+        """Free the stored product and sum, at the end of a pass."""
         self._parts, self._product, self._sum = (), None, None
 
     def _same(self, parts: Sequence[Tokens]) -> bool:
-        """True if these are the numbers of the last call, whose memory is still referenced, so an address identifies it."""
+        """True if `parts` are the rows of the last call, which are still referenced, so that an address identifies them."""
         return len(parts) == len(self._parts) and all(map(same_tokens, self._parts, parts))
 
 
 def same_tokens(left: Tokens, right: Tokens) -> bool:
-    """True if both are the same memory, weighted alike; inputs, the only shared side, have no scale."""
+    """True if both are the same memory with the same weights; a scale is not compared, since inputs have none."""
     a, b = left.rows_TN, right.rows_TN
     same = a is b or (
         a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
@@ -94,7 +94,7 @@ def same_tokens(left: Tokens, right: Tokens) -> bool:
 
 
 def _squared(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """Σ w x xᵀ and Σ w x."""
+    """Σ w x xᵀ [N, N] and Σ w x [N] over the rows x of `tokens`, times their scale."""
     product, first = wide_moments(tokens.rows_TN, tokens.weights_T)
     scale = tokens.scale
     if isinstance(scale, float) and scale == 1.0:
@@ -104,28 +104,28 @@ def _squared(tokens: Tokens) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class TokenMoment:
-    """The running sum of one side of one block."""
+    """The running sum Σ w x xᵀ over tokens for one side (inputs or gradients) of one block."""
 
     width: int
     keep: StoragePolicy
     chunks: list[Tokens] = field(default_factory=list)
     matrix: Tensor | None = None
     first_N: Tensor | None = None
-    """Σ w x, beside the matrix or the diagonal."""
+    """Σ w x [N] over weights w and rows x of tokens, stored beside the matrix or the diagonal."""
     diagonal_N: Tensor | None = None
     weight: float | Tensor = 0.0
-    """Σ w over all tokens."""
+    """Sum of the weights w of all tokens so far."""
     seen: int = 0
-    """Tokens over which the sum runs, before any subset was taken."""
+    """Number of tokens so far, before any subset was taken."""
 
     @property
     def stored(self) -> int:
-        """Number of tokens in the sum."""
+        """Number of tokens in the sum, after any subset was taken."""
         summed = self.matrix is not None or self.diagonal_N is not None
         return self.seen if summed else sum(len(chunk.rows_TN) for chunk in self.chunks)
 
     def add(self, tokens: Tokens, products: Products) -> None:
-        """Add tokens."""
+        """Add tokens to the sum: as rows, to the matrix or to the diagonal, as the storage policy says."""
         self.seen += tokens.seen
         weight = float(len(tokens.rows_TN)) if tokens.weights_T is None else tokens.weights_T.double().sum()
         self.weight = self.weight + weight
@@ -149,22 +149,22 @@ class TokenMoment:
         self.chunks.append(tokens)
 
     def own(self, copies: dict[tuple[int, ...], Tensor]) -> None:
-        """Copy rows in the user's memory (an input, a gradient given to `backward`), which may change after a pass."""
+        """Copy rows that are the user's memory (an input, a gradient given to `backward`), which may change after a pass."""
         for chunk in self.chunks:
             if not chunk.owned:
                 chunk.rows_TN, chunk.owned = shared_copy(chunk.rows_TN, copies), True
 
     def _choose(self, limit: int) -> None:
-        """Keep the tokens with the smallest keys."""
+        """Keep only the `limit` stored tokens with the smallest keys."""
         if sum(len(chunk.rows_TN) for chunk in self.chunks) > limit:
             self.keep_keys(smallest(self.keys(), limit))
 
     def keys(self) -> Tensor:
-        """Keys of the stored tokens, [T]."""
+        """Random keys of the stored tokens, [T]."""
         return torch.cat([chunk.keys_T for chunk in self.chunks if chunk.keys_T is not None])
 
     def keep_keys(self, bound: Tensor) -> None:
-        """Keep the tokens whose keys are not above a bound."""
+        """Drop the stored tokens whose keys are above `bound`."""
         for i, chunk in enumerate(self.chunks):
             assert chunk.keys_T is not None
             index = (chunk.keys_T <= bound).nonzero()[:, 0]
@@ -180,7 +180,7 @@ class TokenMoment:
             self.matrix, self.first_N = products.add(self.matrix, product), self.first_N + first
 
     def stored_weight(self) -> float | Tensor:
-        """Σ w over the stored tokens."""
+        """Sum of the weights w of the tokens in the sum, after any subset was taken."""
         if self.keep.limit is None:
             return self.weight
         total: float | Tensor = 0.0
@@ -189,11 +189,11 @@ class TokenMoment:
         return total
 
     def columns(self, bias: bool) -> "WeightedColumns":
-        """√w_t [x_t, 1] (the 1 with a bias only) of the stored tokens, as columns that are computed on demand."""
+        """The matrix with columns √w_t [x_t, 1] (the 1 with a bias only) for the stored tokens, formed on demand."""
         return WeightedColumns(self.chunks, bias)
 
     def row_matrix(self, bias: bool) -> tuple[Tensor, float]:
-        """The same as rows in memory, [T, n], and the factor that they are still to be multiplied by."""
+        """Rows √w_t [x_t, 1] (the 1 with a bias only), [T, n], and the factor that they are still to be multiplied by."""
         columns = self.columns(bias)
         assert columns.factor == 1.0 or not bias  # inputs, which alone have a bias, come unscaled
         if columns.plain and len(self.chunks) == 1 and not bias:
@@ -203,7 +203,7 @@ class TokenMoment:
         return rows_TN, columns.factor
 
     def product(self, bias: bool, softmax: bool) -> Tensor:
-        """Σ w [x; 1][x; 1]ᵀ, [n, n]; of a softmax Σ w (diag x − x xᵀ)."""
+        """Σ w [x; 1][x; 1]ᵀ (the 1 with a bias only), [n, n]; with `softmax` Σ w (diag x − x xᵀ) of probabilities x."""
         if self.matrix is not None:
             assert self.first_N is not None
             if bias:
@@ -217,7 +217,7 @@ class TokenMoment:
         return product if factor == 1.0 else product * factor**2
 
     def product_diagonal(self, bias: bool, softmax: bool) -> Tensor:
-        """The diagonal of `product`, [n], where nothing else is stored."""
+        """The diagonal [n] of Σ w [x; 1][x; 1]ᵀ, or with `softmax` of Σ w (diag x − x xᵀ), where only diagonals are stored."""
         assert self.diagonal_N is not None and self.first_N is not None
         if bias:
             return torch.cat([self.diagonal_N, self.diagonal_N.new_full((1,), float(self.weight))])
@@ -225,26 +225,26 @@ class TokenMoment:
 
 
 class WeightedColumns(MatrixSource):
-    """U [n, T] = √w_t [x_t, 1] (the 1 with a bias only): tokens stay where they are and are combined some at a time.
+    """The matrix U [n, T] with columns √w_t [x_t, 1] (the 1 with a bias only), formed from stored tokens a chunk at a time.
 
     U is still to be multiplied by `factor`: the scale of all tokens where it is one known number.
     """
 
     def __init__(self, chunks: Sequence[Tokens], bias: bool) -> None:
-        """Refer to at least one chunk of tokens of one width; `bias`: every token has a last entry of 1."""
+        """Take at least one chunk of tokens of one width, without copying; `bias`: every token has a last entry of 1."""
         self._chunks, self._bias = chunks, bias
         first = chunks[0].scale
         alike = isinstance(first, float) and all(isinstance(c.scale, float) and c.scale == first for c in chunks)
         self.factor = float(first) if alike else 1.0
         self.plain = alike and all(chunk.weights_T is None for chunk in chunks)
-        """Whether tokens enter as they came."""
+        """True if columns are the tokens unchanged: no weights, and one known scale for all."""
         rows = [chunk.rows_TN for chunk in chunks]
         self.shape = (rows[0].shape[1] + bias, sum(len(part) for part in rows))
         self.dtype = rows[0].dtype if self.plain and len({part.dtype for part in rows}) == 1 else wide_dtype(*rows)
         self.device = rows[0].device
 
     def roots(self) -> Tensor:
-        """√w_t, [T]."""
+        """Square roots of the weights of all tokens, [T]."""
         return torch.cat([self._roots(chunk, slice(None)) for chunk in self._chunks])
 
     def _roots(self, chunk: Tokens, tokens: slice) -> Tensor:
@@ -253,7 +253,7 @@ class WeightedColumns(MatrixSource):
         return chunk.weights_T[tokens].to(self.dtype).clamp(min=0).sqrt()
 
     def piece(self, columns: slice) -> Tensor:
-        """Columns of these tokens, [n, c]: a view where possible, else a copy."""
+        """The columns of this slice of the matrix, [n, c], one per token: a view where possible, else a copy."""
         if self.plain and len(self._chunks) == 1 and not self._bias:
             return self._chunks[0].rows_TN[columns].mT
         piece_CN = torch.empty(columns.stop - columns.start, self.shape[0], dtype=self.dtype, device=self.device)
@@ -261,7 +261,7 @@ class WeightedColumns(MatrixSource):
         return piece_CN.mT
 
     def write(self, into_CN: Tensor, first: int = 0) -> None:
-        """Write as many tokens as there are rows, beginning with token `first`."""
+        """Write the columns of tokens `first`, `first` + 1, ... into the rows of `into_CN`, as many as it has."""
         at = -first
         for chunk in self._chunks:
             here = slice(max(-at, 0), min(len(chunk.rows_TN), len(into_CN) - at))
@@ -279,7 +279,7 @@ class WeightedColumns(MatrixSource):
 
 
 def shared_copy(t: Tensor, copies: dict[tuple[int, ...], Tensor]) -> Tensor:
-    """A copy of a tensor; `copies` {address, shape, strides: copy} lets layers that share an input share its copy."""
+    """A copy of `t`; `copies`, {(address, shape, strides): copy}, lets layers that share an input share its copy."""
     place = (t.data_ptr(), *t.shape, *t.stride())
     if place not in copies:
         copies[place] = t.detach().clone()
@@ -287,7 +287,7 @@ def shared_copy(t: Tensor, copies: dict[tuple[int, ...], Tensor]) -> Tensor:
 
 
 def smallest(keys_T: Tensor, limit: int) -> Tensor:
-    """The largest of the `limit` smallest keys; tokens that share a key (a module called twice) stay or go together."""
+    """The largest of the `limit` smallest keys; tokens that share a key (a module called twice) are kept or not together."""
     ascending = keys_T.sort().values
     bound = ascending[limit - 1]
     below = ascending[ascending < bound]
@@ -295,7 +295,7 @@ def smallest(keys_T: Tensor, limit: int) -> Tensor:
 
 
 def same_sums(left: TokenMoment, right: TokenMoment) -> bool:
-    """True if two sides are the same numbers: the same tensors, or copies of them (as a compiled graph lends them)."""
+    """True if two moments have the same numbers: the same tensors or memory, with the same policy, width and token count."""
     if left is right:
         return True
     if left.keep != right.keep or left.width != right.width or left.seen != right.seen:
@@ -308,14 +308,14 @@ def same_sums(left: TokenMoment, right: TokenMoment) -> bool:
 
 
 def _augmented(matrix: Tensor, first_N: Tensor, weight: float) -> Tensor:
-    """Σ w [x; 1][x; 1]ᵀ."""
+    """Σ w [x; 1][x; 1]ᵀ from Σ w x xᵀ (`matrix`), Σ w x (`first_N`) and Σ w (`weight`)."""
     total = matrix.new_full((1, 1), weight)
     top = torch.cat([matrix, first_N[:, None]], dim=1)
     return torch.cat([top, torch.cat([first_N[None, :], total], dim=1)])
 
 
 def _weighted_squares(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """Σ w x² and Σ w x."""
+    """Σ w x² [N] and Σ w x [N] over the rows x of `tokens`, times their scale."""
     rows = wide(tokens.rows_TN)
     weighted = rows if tokens.weights_T is None else rows * tokens.weights_T[:, None].to(rows)
     return (rows * weighted).sum(0) * tokens.scale**2, weighted.sum(0) * tokens.scale

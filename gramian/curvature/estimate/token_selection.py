@@ -24,18 +24,18 @@ from gramian.taps.sites.site import Sides
 
 @dataclass(frozen=True)
 class ChosenTokens:
-    """The tokens of a pass that take part, for layers that see the same number of them."""
+    """The tokens of a pass that enter the sums, for all layers that see the same number of tokens."""
 
     index: Tensor | None
-    """Positions in the flattened [B·T]; None: all."""
+    """Positions of the chosen tokens in the flattened [B·T]; None: all tokens."""
     weights: Tensor | None
-    """w of the chosen; None: all 1."""
+    """Weights w of the chosen tokens; None: all are 1."""
     keys: Tensor | None
     seen: int
-    """Tokens before a subset was taken."""
+    """Number of tokens before a subset was taken."""
 
     def tokens(self, x_BTN: Tensor, borrowed: bool, scale: float | Tensor = 1.0, inverse: bool = False) -> Tokens:
-        """The chosen rows of one side; `inverse`: weighted with 1/w."""
+        """The chosen rows of `x_BTN`, inputs or gradients, with their weights w, or 1/w if `inverse`."""
         rows, owned = x_BTN.reshape(-1, x_BTN.shape[-1]), self.index is not None
         if self.index is not None:
             rows, borrowed = rows[self.index], False
@@ -45,28 +45,28 @@ class ChosenTokens:
 
 @dataclass
 class TokenSelection:
-    """Chooses tokens for every layer of a refresh; what it computed for one layer serves all layers that agree."""
+    """Chooses the tokens that enter the sums of every layer; layers that agree share what was computed for one of them."""
 
     seed: int
-    """Seed of the keys of a subset."""
+    """Seed of the random keys by which a subset of tokens is chosen."""
     forwards: dict[int, int] = field(default_factory=dict)
-    """{number of an announcement of num_terms: forwards that it covers}."""
+    """{number of the `cap.next(num_terms=...)`: forwards that its number of loss terms covers}."""
     padded: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """{layer: (tokens counted, loss terms)} where tokens without a term could not be recognised."""
+    """{layer: (tokens counted, loss terms)} for layers where tokens without a loss term could not be recognised."""
     _with_term: dict[int, Tensor | None] = field(default_factory=dict)
-    """{pass: [B, T], True for tokens with a loss term; None: all have one}, once it is known."""
+    """{number of the pass: True for tokens with a loss term, [B, T], or None if all have one}, once it is known."""
     _counted: dict[tuple[int, str], int] = field(default_factory=dict)
-    """{(pass, layer): tokens so far}: a head may be called in pieces."""
+    """{(number of the pass, layer): tokens so far}; a head may be called with a part of its tokens at a time."""
     _masks: list[Tensor] = field(default_factory=list)
     _chosen: dict[Any, ChosenTokens] = field(default_factory=dict)
 
     def end_pass(self) -> None:
-        """Forget what belongs to a pass."""
+        """Forget masks, counts and choices of the pass that ended."""
         for memo in (self._with_term, self._counted, self._masks, self._chosen):
             memo.clear()
 
     def find_ignored(self, sides: Sides, info: RefreshPass) -> None:
-        """Find the tokens without a loss term: those that send nothing back through the last layers.
+        """Find and remember the tokens of a pass without a loss term: those that send no gradient through the last layers.
 
         The first layer of a backward, usually the head, decides if as many of its tokens send a gradient as there are terms,
         or all of them do; otherwise the next layer is asked. Forwards that share a backward share its number of terms, so
@@ -90,7 +90,7 @@ class TokenSelection:
             self._with_term[info.number] = with_term_BT
 
     def note_padding(self, sides: Sides, info: RefreshPass, layer: str) -> None:
-        """Note a layer that counts more tokens than there are terms because those without one are not known."""
+        """Record in `padded` a layer that counts more tokens than loss terms, as it is not known which tokens have none."""
         batch, tokens = info.rows, sides.gradients_BTO.shape[1]
         counted = self._counted[info.number, layer] = self._counted.get((info.number, layer), 0) + batch * tokens
         if info.token_weights is not None or counted <= info.num_terms:
@@ -102,7 +102,7 @@ class TokenSelection:
             self.padded[layer] = (counted, info.num_terms)
 
     def choose(self, sides: Sides, info: RefreshPass, layer: str, keep: StoragePolicy) -> ChosenTokens:
-        """The tokens that take part; computed once per pass for all layers with as many."""
+        """The tokens of a layer that enter its sums, limited by `keep`; once per pass for all layers with as many tokens."""
         batch, tokens = sides.gradients_BTO.shape[:2]
         memo = (info.number, tokens, keep.limit, id(self._not_padding(sides, info)))
         if sides.counted_BT is None and memo in self._chosen:
@@ -132,7 +132,7 @@ class TokenSelection:
         return chosen
 
     def reduced(self, sides: Sides, info: RefreshPass, layer: str) -> Sides:
-        """One token per sample: the mean input and the summed gradient (`weight_sharing="reduce"`)."""
+        """One token per sample: the mean of its inputs and the sum of its gradients (`weight_sharing="reduce"`)."""
         w_BT = self._weights(sides, info, layer)
         a_BTI, g_BTO = wide(sides.inputs_BT), wide(sides.gradients_BTO)
         if w_BT is None:
@@ -143,7 +143,7 @@ class TokenSelection:
         return Sides(mean, (g_BTO * (w_BT1 > 0)).sum(1, keepdim=True))
 
     def _weights(self, sides: Sides, info: RefreshPass, layer: str) -> Tensor | None:
-        """[B, T] for this layer; None: all tokens count alike."""
+        """Weights [B, T] of a layer's tokens; None: all count alike."""
         batch, tokens = sides.gradients_BTO.shape[:2]
         weights = info.token_weights
         if weights is None:
@@ -164,7 +164,7 @@ class TokenSelection:
         return weights
 
     def _not_padding(self, sides: Sides, info: RefreshPass) -> Tensor | None:
-        """[B, T], 0 for padding: tokens without a loss term that send nothing back through this layer either.
+        """[B, T], 0 for padding: tokens without a loss term that send no gradient through this layer either.
 
         None: all count, or nothing is known. Layers that agree get the very same tensor.
         """

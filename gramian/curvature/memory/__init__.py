@@ -1,1 +1,1 @@
-"""Bytes of curvature, planned from shapes before anything is allocated."""
+"""Memory plans of K-FAC: bytes on every device, computed from shapes before anything is allocated."""

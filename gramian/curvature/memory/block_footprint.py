@@ -1,14 +1,14 @@
 """Bytes of one block of the Fisher at each stage of a refresh, from shapes alone.
 
-`outline` takes the form of a block, what is kept of its tokens and how many there are, and returns its factors with their
-bytes; `bound` returns the most bytes over any number of tokens. Stages: tokens are collected (`side_footprint`), factors are
-built, stored and factorised (`factor_shape`), and applied (`apply_footprint`).
+`outline` takes the form of a block, the storage policies of its tokens and how many there are, and returns its factors with
+their bytes; `bound` returns the most bytes over any number of tokens. Stages: tokens are collected (`side_footprint`),
+factors are built, stored and factorised (`factor_shape`), and applied (`apply_footprint`).
 
 Small systems count as float64. Whether float32 is exact enough depends on the condition number, which shapes do not show, so
 the factorisation bytes of factors that are not stored in float64 are an upper bound.
 
-EK-FAC keeps every token of both sides to the end of a refresh (a·T·(o + m) bytes), finds its eigenvectors then, and stores r·s
-eigenvalues of its own.
+EK-FAC keeps every token of both sides to the end of a refresh (a·T·(o + m) bytes), finds its eigenvectors then, and stores
+r·s eigenvalues of its own.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from gramian.linalg.wide import BLOCK, piece_entries
 
 
 class SidePolicies(NamedTuple):
-    """What a block keeps of the tokens of A, of G and of a table's gradients."""
+    """The storage policies of a block's tokens: for A, for G and for the gradients of an embedding table."""
 
     A: StoragePolicy = StoragePolicy()
     G: StoragePolicy = StoragePolicy()
@@ -43,46 +43,46 @@ class SidePolicies(NamedTuple):
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of a block by stage."""
+    """Bytes of one block at each stage of a refresh and its use."""
 
     collect: int = 0
-    """While tokens arrive."""
+    """Bytes of the stored tokens or their sums while tokens arrive."""
     build: int = 0
-    """On top, for one block at a time, while tokens are added or a factor is built."""
+    """Bytes on top of `collect`, for one block at a time, while tokens are added or a factor is built."""
     joined: int = 0
-    """On top of both until the last factor is built: products of inputs with their bias, which layers may share."""
+    """Bytes on top of `collect` and `build` until the last factor is built: products of inputs with their bias."""
     rest_A: int = 0
-    """Stored factor of the inputs."""
+    """Bytes of the stored factor of the inputs."""
     rest_G: int = 0
-    """Stored factor of the outputs."""
+    """Bytes of the stored factor of the outputs."""
     settled_A: int = 0
-    """Stored factor of the inputs once averages over refreshes have reached their full rank."""
+    """Bytes of the stored factor of the inputs once averages over refreshes have reached their full rank."""
     settled_G: int = 0
-    """The same for the outputs."""
+    """Bytes of the stored factor of the outputs once averages over refreshes have reached their full rank."""
     use_A: FactorisationBytes = FactorisationBytes()
     use_G: FactorisationBytes = FactorisationBytes()
     apply: int = 0
-    """For one block at a time, while a vector is multiplied."""
+    """Bytes for one block at a time, while it multiplies a vector."""
     visiting: int = 0
-    """On the layer's GPU, while Gram matrices are made of factors that are stored elsewhere."""
+    """Bytes on the layer's GPU while Gram matrices are formed of factors that are stored on the CPU."""
     fetched: int = 0
-    """On top there: the pieces in flight of factors that are stored elsewhere."""
+    """Bytes on the layer's GPU, on top of `apply` or `visiting`, of the parts in flight of factors stored on the CPU."""
     correcting: int = 0
-    """On top of tokens, factors and eigenvectors, for one block at a time, while EK-FAC measures its eigenvalues."""
+    """Bytes on top of tokens, factors and eigenvectors, for one block at a time, while EK-FAC measures its eigenvalues."""
 
     @property
     def rest(self) -> int:
-        """Stored factors of both sides."""
+        """Bytes of the stored factors of both sides."""
         return self.rest_A + self.rest_G
 
     @property
     def works(self) -> tuple[int, int]:
-        """Workspace of the factorisation of A and of G."""
+        """Bytes of workspace of the factorisation of A and of that of G."""
         return max(self.use_A.bounding, self.use_A.working), max(self.use_G.bounding, self.use_G.working)
 
     @classmethod
     def largest(cls, footprints: Sequence["Footprint"]) -> "Footprint":
-        """The maximum of each field."""
+        """The footprint with the maximum of each field over several footprints."""
         most: dict[str, Any] = {}
         for name in (one.name for one in fields(cls)):
             values = [getattr(footprint, name) for footprint in footprints]
@@ -92,7 +92,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Outline:
-    """The factors of a block and their bytes; A is None where the block is not a Kronecker product."""
+    """The shapes of a block's factors and their bytes; A is None where the block is not a Kronecker product."""
 
     A: FactorShape | None
     G: FactorShape
@@ -101,7 +101,7 @@ class Outline:
 
 @lru_cache(maxsize=4096)
 def outline(form: BlockForm, keeps: SidePolicies, counts: BlockTokens) -> Outline:
-    """The factors of a block and their bytes for given numbers of tokens."""
+    """The factors of a block and their bytes, for given storage policies and numbers of tokens."""
     if form.kind != "kronecker":
         return _not_kronecker(form)
     keep_A, keep_G, keep_table = keeps
@@ -134,7 +134,7 @@ def outline(form: BlockForm, keeps: SidePolicies, counts: BlockTokens) -> Outlin
 
 
 def bound(form: BlockForm, keeps: SidePolicies) -> Footprint:
-    """The most bytes over any number of tokens, stage by stage."""
+    """The most bytes of a block over any number of tokens, stage by stage."""
     counts = {MANY}
     for keep in keeps:
         counts |= {share * count for count in (keep.rows_up_to, keep.limit) if count for share in {1, form.processes}}
@@ -142,7 +142,7 @@ def bound(form: BlockForm, keeps: SidePolicies) -> Footprint:
 
 
 def _not_kronecker(form: BlockForm) -> Outline:
-    """A small block with its full matrix, or a diagonal."""
+    """The `Outline` of a block that is not a Kronecker product: a small full matrix, or a diagonal."""
     n, w, nothing = form.outputs, form.wide, (StoragePolicy(), StoragePolicy())
     if form.kind == "block":
         shape, sums = dense(n, form.storage), w * n * n
@@ -159,7 +159,7 @@ def _footprint(
     collect: int,
     build: int,
 ) -> Footprint:
-    """All stages of a block; `limits`: what was kept of A and of G, which bounds their averages."""
+    """The bytes of a block at all stages; `limits`: storage policies of A and G, which bound their averages."""
     grown_A, grown_G = (
         [] if shape is None else [shape, *_averages(form, shape, keep)]
         for shape, keep in zip((A, G), limits, strict=True)
@@ -193,7 +193,7 @@ def _footprint(
 
 
 def _averages(form: BlockForm, shape: FactorShape, keep: StoragePolicy) -> list[FactorShape]:
-    """What an average over refreshes grows to: the most columns first, then, where it is allowed, a dense matrix."""
+    """The shapes to which an average of a factor over refreshes grows: the most columns first, then, if allowed, dense."""
     if shape.kind == "diagonal" or not form.averaged:
         return []
     matrix = dense(shape.side, shape.storage, summed=True)
@@ -207,14 +207,14 @@ def _averages(form: BlockForm, shape: FactorShape, keep: StoragePolicy) -> list[
 
 
 def _averaging(form: BlockForm, grown: FactorShape) -> int:
-    """Bytes on top of an average while the old one and the new factor are combined."""
+    """Bytes on top of the averaged factor `grown` while the old average and the new factor are combined."""
     if grown.kind == "dense":
         return _adding(form, grown)
     return grown.rest + grown.traced  # the columns that are kept of both, before they are concatenated
 
 
 def _adding(form: BlockForm, shape: FactorShape) -> int:
-    """Bytes on top of the sum of two matrices: one of them written out, and a piece while its error is measured."""
+    """Bytes on top of the sum of two matrices: one of them written out, and a chunk while its rounding error is measured."""
     if shape.kind != "dense":
         return 0
     return max(form.wide, shape.storage.itemsize) * shape.small + DOUBLE * piece_entries(shape.side, shape.side)
@@ -224,7 +224,7 @@ def _adding(form: BlockForm, shape: FactorShape) -> int:
 
 
 def _ekfac_tokens(form: BlockForm, counts: BlockTokens) -> int:
-    """Bytes of the tokens that are kept until eigenvalues are measured; an input that layers share is kept once."""
+    """Bytes of the tokens that EK-FAC stores until it measures eigenvalues; an input that layers share is stored once."""
     if not form.corrected or counts.unlimited:
         return 0  # unknown for any number of tokens
     met, looked_up = form.local(counts.outputs), form.local(counts.table)
@@ -237,7 +237,7 @@ def _ekfac_tokens(form: BlockForm, counts: BlockTokens) -> int:
 
 
 def _with_correction(form: BlockForm, found: Outline, counts: BlockTokens) -> Outline:
-    """The block with EK-FAC's stored eigenvalues, and the bytes while they are measured."""
+    """The outline `found` plus EK-FAC's stored eigenvalues and the bytes while they are measured."""
     A, G, one = found.A, found.G, found.footprint
     assert A is not None
     if any(shape.is_mixed and shape.side > WIDEST_DENSE for shape in (A, G)):

@@ -13,22 +13,22 @@ MANY = 2**62
 
 
 class BlockTokens(NamedTuple):
-    """Numbers of tokens of a block, over all processes."""
+    """Numbers of tokens of a block in a refresh, over all processes."""
 
     inputs: int
-    """Tokens of A."""
+    """Number of tokens that A is summed over."""
     outputs: int
-    """Tokens of G: those of A, or more for an exact head whose inputs are means over samples."""
+    """Number of tokens that G is summed over: as for A, or more for an exact head whose inputs are means over samples."""
     table: int
-    """Tokens that look the weight up in a table."""
+    """Number of tokens that look the weight up in a table."""
     calls: int = 1
-    """Uses of the weight per sample: a subset keeps or drops all tokens of one position together."""
+    """Number of uses of the weight per sample: a subset keeps or drops all tokens of one position together."""
     lookups: int = 1
-    """Lookups per sample."""
+    """Number of table lookups of the weight per sample."""
 
     @property
     def unlimited(self) -> bool:
-        """Whether the counts stand for any number of tokens."""
+        """True if the counts stand for any number of tokens."""
         return self.outputs >= MANY
 
 
@@ -37,43 +37,43 @@ ANY_TOKENS = BlockTokens(MANY, MANY, MANY)
 
 @dataclass(frozen=True)
 class BlockForm:
-    """The shape of a block; blocks with equal forms take equal bytes."""
+    """What the bytes of a block depend on beside its tokens: widths, dtypes and options. Equal forms take equal bytes."""
 
     kind: str
-    """`Spec.kind`."""
+    """`Spec.kind` of the block: "kronecker", "block" or "diagonal"."""
     inputs: int
-    """m, width of A, the bias included."""
+    """m, the width of the factor A, the bias included."""
     outputs: int
-    """o, width of G."""
+    """o, the width of the factor G."""
     bias: bool
     linear: bool
-    """Whether a layer multiplies by the weight."""
+    """True if a layer multiplies by the weight."""
     table: bool
-    """Whether a layer looks the weight up."""
+    """True if a layer looks rows of the weight up by index."""
     transposed: bool
-    """Whether the table's rows are the outputs: a table tied to a head."""
+    """True if the rows of the table are outputs, as of a table tied to a head."""
     exact: bool
-    """Whether G is the exact Fisher of a softmax head."""
+    """True if G is the exact Fisher of a softmax head."""
     shared: bool
-    """Whether A is stored by another block with the same inputs."""
+    """True if A is stored by another block with the same inputs."""
     activation: int
-    """Bytes of a number in activations."""
+    """Bytes of one number in activations (inputs and output gradients)."""
     wide: int
-    """Bytes of a number in sums: 4, or 8 for float64."""
+    """Bytes of a number in sums: 4 (float32), or 8 where activations are float64."""
     storage: torch.dtype
-    """Dtype of stored factors."""
+    """Dtype in which the block's factors are stored."""
     algebra: int
-    """Bytes of a number in small systems."""
+    """Bytes of a number in the small matrices that are factorised."""
     averaged: int
-    """Columns that an average over refreshes keeps; 0: no average."""
+    """Most columns of a low-rank average over refreshes; 0: no average."""
     decomposed: bool
-    """Whether factors are applied by eigenvectors rather than by Cholesky factors."""
+    """True if factors are applied by eigenvectors rather than by Cholesky factors."""
     processes: int = 1
     """Number of processes that share the tokens."""
     reduction: str = ""
     """How processes join their rows: "gram", "gather" or "dense"."""
     corrected: bool = False
-    """Whether EK-FAC measures its own eigenvalues."""
+    """True if EK-FAC measures its own eigenvalues."""
 
     @classmethod
     def of(
@@ -87,7 +87,10 @@ class BlockForm:
         algebra: torch.dtype = torch.float64,
         processes: int = 1,
     ) -> "BlockForm":
-        """The form of a block under the options; `activation`: dtype under autocast; None: that of the parameters."""
+        """The form of a block under the options. `activation`: dtype under autocast; None: that of the parameters.
+
+        `exact`: G is the exact softmax Fisher; `shared`: another block stores its A; `powers`: eigenvectors will be needed.
+        """
         activation = spec.dtype if activation is None or spec.dtype == torch.float64 else activation
         wide = 8 if activation == torch.float64 else 4
         linear = len(spec.tables) < len(spec.layers)
@@ -114,7 +117,7 @@ class BlockForm:
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Widths of A, of G and of a table's gradients."""
+        """(width of A, width of G, width of an embedding table's output gradients)."""
         return self.inputs, self.outputs, self.inputs if self.transposed else self.outputs
 
     @property
@@ -123,5 +126,5 @@ class BlockForm:
         return self.processes if self.reduction == "gram" else 1
 
     def local(self, tokens: int) -> int:
-        """Tokens of one process."""
+        """Number of tokens of one process, if all processes together have `tokens`; rounded up."""
         return -(-tokens // self.processes)

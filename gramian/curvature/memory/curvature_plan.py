@@ -13,36 +13,37 @@ from gramian.curvature.memory.plan_totals import STAGES, PlanTotal, add
 from gramian.plan.plan_table import PlanTable
 
 Keeps = Mapping[str, SidePolicies]
-"""{K-FAC block: what is kept of its tokens}."""
+"""{K-FAC block: storage policies of the tokens of A, of G and of a table's gradients}."""
 
 
 @dataclass(frozen=True)
 class CurvatureRow:
-    """One block of the Fisher with its representation and bytes."""
+    """One row of the memory plan: a block of the Fisher with the representation of its factors and their bytes."""
 
     layer: str
     inputs: int
-    """m, the bias included."""
+    """m, the number of inputs of the layer, the bias included."""
     outputs: int
-    """o."""
+    """o, the number of outputs of the layer."""
     tokens: int | None
-    """T of the refresh; None: any number."""
+    """Number of tokens T of the refresh; None: any number."""
     A: str
-    """Representation of the inputs' side; "" where the block has one side."""
+    """Representation of the inputs' factor, such as "dense"; "" where the block has one side."""
     G: str
-    """Representation of the outputs' side."""
+    """Representation of the outputs' factor, such as "low rank 512"."""
     why: str
     bytes: Mapping[str, Mapping[str, int]]
-    """{stage: {device: bytes}}: "collect" while tokens arrive, "build" on top while factors are built, "rest" stored, "use" on
-    top while they are factorised, "apply" on top while a vector is multiplied."""
+    """{stage: {device: bytes}}: "collect" of stored tokens, "build" on top while factors are built, "rest" of stored factors,
+    "use" on top while they are factorised, "apply" on top while a vector is multiplied.
+    """
 
     @property
     def representation(self) -> str:
-        """Representations of both sides."""
+        """Representations of both sides of the block as one text, such as "dense ⊗ low rank 512"."""
         return f"{self.A} ⊗ {self.G}" if self.A else self.G
 
     def cells(self, device: str = "") -> tuple[str, ...]:
-        """The text of its line in the table; amounts on `device` do not name it."""
+        """The texts of this block's line in the plan's table; byte amounts name their device unless it is `device`."""
         tokens = "any" if self.tokens is None else f"{self.tokens:,}"
         amounts = []
         for stage in STAGES:
@@ -54,7 +55,7 @@ class CurvatureRow:
 
 @dataclass(frozen=True)
 class CurvaturePlan:
-    """Memory of a K-FAC refresh and its use; `str()` is the table.
+    """Memory of a K-FAC refresh and of its use, per block and device; `str()` is a table.
 
     ```python
     plan = kfac.plan(model, tokens=8192)
@@ -65,32 +66,32 @@ class CurvaturePlan:
 
     rows: tuple[CurvatureRow, ...]
     totals: Mapping[str, PlanTotal]
-    """{device: bytes of all blocks}."""
+    """{device type: `PlanTotal` of all blocks}."""
     budget: int | None
     keeps: Keeps
     world_size: int = 1
-    """Number of processes; all numbers are those of the process with most."""
+    """Number of processes; all numbers are those of the process with the most bytes."""
     reduction: str = ""
-    """How processes join their rows."""
+    """How processes join their rows: "gram", "gather", "dense" or "none"; empty for one process."""
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Devices that store or compute something."""
+        """Types of the devices that store or compute something, such as ("cuda", "cpu")."""
         return tuple(self.totals)
 
     def total(self, device: str | torch.device | None = None) -> int:
-        """The peak in bytes on a device from the second refresh on; None: on the device with the highest peak."""
+        """Peak of bytes on a device from the second refresh on; `device` None: on the device with the highest peak."""
         if device is None:
             return max(total.peak for total in self.totals.values())
         found = self.totals.get(torch.device(device).type)
         return 0 if found is None else found.peak
 
     def __str__(self) -> str:
-        """One line per block, then the totals of every device."""
+        """The plan as a table: one line per block, then the totals of every device."""
         return str(self._table(self.rows))
 
     def grouped(self) -> str:
-        """The table with one line for all equal blocks."""
+        """The plan as a table with one line for all equal blocks."""
         alike: dict[str, list[CurvatureRow]] = {}
         for row in self.rows:
             alike.setdefault(repr(replace(row, layer="", why="" if row.A == "shared" else row.why)), []).append(row)
@@ -121,7 +122,11 @@ def plan_row(
     shared: str = "",
     on_cpu: bool = False,
 ) -> CurvatureRow:
-    """The row of a block: `counts` None is any number of tokens, `shared` names the block that stores its A."""
+    """The row of a block in the plan: `counts` None is any number of tokens, `shared` names the block that stores its A.
+
+    The layer runs on the device type `home`, its A and G are stored on `stores`; `on_cpu`: eigenvectors are found on the
+    CPU.
+    """
     found = outline(form, keeps, counts or ANY_TOKENS)
     single: dict[str, PlanTotal] = {}
     add(single, bound(form, keeps) if counts is None else found.footprint, home, stores, form.averaged > 0)
@@ -136,7 +141,7 @@ def plan_row(
 
 
 def _why(spec: Spec, keeps: SidePolicies, found: Outline, shared: str, counts: BlockTokens, on_cpu: bool) -> str:
-    """Why the block is not the exact and complete one."""
+    """A text that says why the block is not exact and complete: a subset of tokens, a shared A, a diagonal."""
     if spec.kind != "kronecker":
         return spec.why or "no matrix between tokens"
     linear = len(spec.tables) < len(spec.layers)

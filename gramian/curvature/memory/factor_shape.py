@@ -22,28 +22,28 @@ from gramian.linalg.factors.eigendecomposition import WORKSPACE
 from gramian.linalg.wide import piece_entries
 
 DOUBLE = 8
-"""Bytes of a float64."""
+"""Bytes of a float64 number."""
 
 FactorKind = Literal["dense", "low rank", "diagonal", "diagonal plus low rank", "diagonal minus low rank"]
 
 
 class FactorisationBytes(NamedTuple):
-    """Bytes of the first use of a factor. All factors of a model are bounded first, then all are factorised."""
+    """Bytes while a factor is first used: the norms of all factors of a model are bounded, then all are factorised."""
 
     gram: int = 0
-    """Stored for each factor once its norm is bounded."""
+    """Bytes stored for each factor once its norm is bounded."""
     bounding: int = 0
-    """On top, for one factor at a time, while its norm is bounded."""
+    """Bytes on top of `gram`, for one factor at a time, while its norm is bounded."""
     launched: int = 0
-    """Stored for each factor once its factorisation is launched, and until it is checked."""
+    """Bytes stored for each factor from the launch of its factorisation until it is checked."""
     working: int = 0
-    """On top, for one factor at a time, while it is factorised."""
+    """Bytes on top of `launched`, for one factor at a time, while it is factorised."""
     stored: int = 0
-    """Stored until the next refresh."""
+    """Bytes of the factorisation that are stored until the next refresh."""
 
 
 def largest_of(uses: Sequence[FactorisationBytes]) -> FactorisationBytes:
-    """The maximum of each field; zeros for no uses."""
+    """The `FactorisationBytes` with the maximum of each field over `uses`; zeros if there are none."""
     return FactorisationBytes(*map(max, zip(*uses, strict=True))) if uses else FactorisationBytes()
 
 
@@ -53,59 +53,59 @@ class FactorShape:
 
     kind: FactorKind
     side: int
-    """n."""
+    """n, the number of rows of the factor's matrix."""
     columns: int
-    """r; for a dense or diagonal factor its side."""
+    """r, the number of columns of a low-rank factor U Uᵀ; the side for a dense or diagonal factor."""
     storage: torch.dtype
     extra: int = 0
-    """Bytes of scales, and of a diagonal beside the columns."""
+    """Bytes that are stored beside the matrix: scales of its columns, and a diagonal of "diagonal ± low rank"."""
     processes: int = 1
-    """Number of processes that share its rows."""
+    """Number of processes over which the factor's rows are sharded."""
 
     def __str__(self) -> str:
-        """The kind, and the number of columns of a low-rank factor."""
+        """The factor's kind, and for a low-rank one the number of columns, such as "low rank 512"."""
         return f"{self.kind} {self.columns:,}" if self.has_columns else self.kind
 
     @property
     def has_columns(self) -> bool:
-        """Whether it stores U."""
+        """True if the factor stores the columns U of a low-rank matrix."""
         return "low rank" in self.kind
 
     @property
     def is_mixed(self) -> bool:
-        """Whether it is a diagonal plus or minus low rank."""
+        """True if the factor is a diagonal plus or minus a low-rank matrix."""
         return self.has_columns and "diagonal" in self.kind
 
     @property
     def rest(self) -> int:
-        """Stored bytes."""
+        """Bytes of the stored factor."""
         if self.kind == "diagonal":
             return self.side * self.storage.itemsize
         return self.local_rows * self.columns * self.storage.itemsize + self.extra
 
     @property
     def local_rows(self) -> int:
-        """Rows on the process that has most."""
+        """Number of rows of the factor on the process that has most."""
         return -(-self.side // self.processes)
 
     @property
     def small(self) -> int:
-        """Entries of the matrix that is factorised."""
+        """Number of entries of the matrix [r, r] that is factorised."""
         return self.columns**2
 
     @property
     def fetched(self) -> int:
-        """Bytes on a GPU of the two pieces of U in flight, where U is stored in host memory."""
+        """Bytes on a GPU of the two chunks in flight of a low-rank factor's columns U that are stored in host memory."""
         return 2 * self.storage.itemsize * self._piece if self.has_columns else 0
 
     @property
     def visiting(self) -> int:
-        """Bytes on a GPU of the Gram matrix of a U from host memory, and of a weighted piece of U."""
+        """Bytes on a GPU while the Gram matrix UᵀU is formed from columns U in host memory: itself, and a weighted chunk."""
         return DOUBLE * self.small + 2 * self.loaded(DOUBLE) if self.has_columns else 0
 
     @property
     def traced(self) -> int:
-        """Bytes of a piece of U in float64, while the trace is summed."""
+        """Bytes of a chunk of a low-rank factor's columns U in float64, while the trace is summed."""
         return self.loaded(DOUBLE) if self.has_columns else 0
 
     @property
@@ -113,13 +113,13 @@ class FactorShape:
         return piece_entries(self.local_rows, self.columns)
 
     def loaded(self, itemsize: int) -> int:
-        """Bytes of a piece of U, or of a dense matrix, converted to the dtype of products."""
+        """Bytes of a chunk of columns U, or of a dense matrix, converted to a dtype of `itemsize` bytes for products."""
         if self.kind == "dense":
             return itemsize * self.small * int(self.storage.itemsize != itemsize)
         return itemsize * self._piece
 
     def solving(self, itemsize: int) -> FactorisationBytes:
-        """Bytes of its Cholesky factorisation, with small systems in numbers of this size."""
+        """Bytes of the factor's Cholesky factorisation, with small systems in numbers of `itemsize` bytes."""
         matrix, gram = itemsize * self.small, DOUBLE * self.small
         if self.kind == "diagonal":
             return FactorisationBytes()
@@ -135,7 +135,7 @@ class FactorShape:
         return FactorisationBytes(gram, max(loaded, summed), 2 * matrix, gram - matrix, matrix)
 
     def decomposing(self, itemsize: int) -> FactorisationBytes:
-        """Bytes of its eigendecomposition."""
+        """Bytes of the factor's eigendecomposition, in numbers of `itemsize` bytes."""
         if self.kind == "diagonal":
             return FactorisationBytes()
         if self.kind == "dense":
@@ -150,23 +150,23 @@ class FactorShape:
 
 
 def dense(side: int, storage: torch.dtype, summed: bool = False) -> FactorShape:
-    """A dense factor; `summed`: an average of several, which is never stored in half precision."""
+    """The shape of a dense factor; `summed`: an average of several, which is never stored in half precision."""
     storage = torch.float32 if summed and storage in HALF else storage
     return FactorShape("dense", side, side, storage, 8 * side if storage in HALF else 0)
 
 
 def low_rank(side: int, columns: int, storage: torch.dtype, processes: int = 1) -> FactorShape:
-    """A low-rank factor with one float64 scale per column."""
+    """The shape of a low-rank factor [side, columns] with one float64 scale per column, its rows shared by `processes`."""
     return FactorShape("low rank", side, columns, storage, 8 * columns, processes)
 
 
 def diagonal(side: int, itemsize: int) -> FactorShape:
-    """A diagonal factor in the dtype of sums, which has so many bytes."""
+    """The shape of a diagonal factor in float64 if `itemsize` is 8, else float32."""
     return FactorShape("diagonal", side, side, torch.float64 if itemsize == DOUBLE else torch.float32)
 
 
 def merged(left: FactorShape, right: FactorShape) -> FactorShape:
-    """The factor that two factors are merged into."""
+    """The shape of the sum of two factors of one side."""
     if left.kind == right.kind == "diagonal":
         return left
     storage = (right if left.kind == "diagonal" else left).storage

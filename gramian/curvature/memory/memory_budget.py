@@ -1,15 +1,15 @@
-"""Decide what every block keeps of its tokens, within `memory_budget`.
+"""Decide which tokens every block stores, or whether it sums them, within the option `memory_budget`.
 
-`keeps_of` is used by a refresh and by its plan, so the two cannot differ. It depends on shapes and options only, not on data or
-free memory, so all processes decide alike, whatever tokens they have.
+`keeps_of` is used by a refresh and by its plan, so the two cannot differ. It depends on shapes and options only, not on data
+or free memory, so all processes decide alike, whatever tokens they have.
 
 If a model could exceed the budget for some number of tokens, blocks are reduced in this order:
 1. low rank: sides that would be dense keep L tokens instead, which loses nothing while no more than L tokens come;
 2. fewer tokens: L is the largest number for which everything fits; of more tokens a keyed, rescaled subset of L is kept;
 3. diagonal: where not even `FEWEST` tokens fit, the largest block becomes its diagonal, then the next largest;
 4. an error with the totals.
-L is one number for all blocks, so a budget that fits the plan for T tokens keeps T tokens. With low rank switched off, the step
-after dense is the diagonal.
+L is one number for all blocks, so a budget that fits the plan for T tokens keeps T tokens. With low rank switched off, the
+step after dense is the diagonal.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,13 +31,13 @@ from gramian.plan.budget import Budget, largest_fitting, smallest_fitting
 
 DIAGONALS = SidePolicies(*[StoragePolicy(diagonal=True, why="memory_budget: its diagonal")] * 3)
 FEWEST = 32
-"""Tokens below which a diagonal is preferred to a subset."""
+"""Smallest number of tokens of a subset; where not even these fit, a diagonal is used."""
 
 
 def keeps_of(
     specs: Mapping[str, Spec], options: Options, head: str | None, exact_head: bool, device: str | None = None
 ) -> Keeps:
-    """What every K-FAC block keeps of its tokens, within the budget if there is one; an error if not even diagonals fit.
+    """{K-FAC block: storage policies of its tokens}, within the budget if there is one; an error if not even diagonals fit.
 
     `head` is the layer whose outputs are the logits, `device` the one the model will run on (None: its own).
     """
@@ -49,12 +49,12 @@ def keeps_of(
 
 
 def home_of(device: torch.device) -> str:
-    """The device type on which a layer will run; a model on the meta device is planned for a GPU."""
+    """The device type on which a layer with parameters on `device` will run; a meta device is planned as "cuda"."""
     return "cuda" if device.type == "meta" else device.type
 
 
 def store_of(options: Options, home: str) -> str:
-    """The device type on which the factors of a layer are stored."""
+    """The device type that stores the factors of a layer which runs on the device type `home`, by the option for it."""
     return home if options.woodbury_store_device == "auto" else options.woodbury_store_device
 
 
@@ -69,7 +69,7 @@ def _policy(spec: Spec, options: Options, head: str | None) -> SidePolicies:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What blocks of equal bytes have in common."""
+    """Form, policies and devices that blocks with equal memory have in common."""
 
     form: BlockForm
     policy: SidePolicies
@@ -77,14 +77,14 @@ class _Kind:
     store: str
 
     def weight(self, keeps: SidePolicies) -> int:
-        """Bytes of a refresh of one block alone, by which blocks are compared."""
+        """Bytes of a refresh of one block of this kind, by which blocks are compared."""
         one = bound(self.form, keeps)
         used = one.use_A.launched + one.use_G.launched
         return one.collect + one.rest + one.settled_A + one.settled_G + used
 
 
 class _BudgetSearch:
-    """The search for what fits with any number of tokens; blocks of one kind are evaluated once."""
+    """The search for storage policies that fit the budget with any number of tokens; blocks of one kind are evaluated once."""
 
     def __init__(
         self, specs: Mapping[str, Spec], options: Options, exact: str | None, policy: Keeps, homes: Mapping[str, str]
@@ -97,7 +97,7 @@ class _BudgetSearch:
             self.kinds.setdefault(kind, []).append(name)
 
     def keeps(self) -> Keeps:
-        """The first reduction that fits."""
+        """{block: storage policies} of the least reduction that fits the budget."""
         if self._fits(None, 0):
             return self.policy
         most = min(self.options.kfac_auto_t_max, self.options.max_tokens or MANY)
@@ -109,7 +109,7 @@ class _BudgetSearch:
         return self._reduced(fewest if tokens is None else tokens, flat)
 
     def _reduced(self, tokens: int, flat: int) -> Keeps:
-        """Subsets of so many tokens, and so many blocks as diagonals."""
+        """{block: storage policies} with subsets of `tokens` tokens and the `flat` largest blocks as diagonals."""
         found: dict[str, SidePolicies] = {}
         for kind, names, diagonals in self._split(flat, tokens):
             limited = self._limited(kind, tokens)
@@ -117,7 +117,7 @@ class _BudgetSearch:
         return {name: found[name] for name in self.policy}
 
     def _split(self, flat: int, tokens: int | None) -> Iterator[tuple[_Kind, list[str], int]]:
-        """Every kind of Kronecker block with its blocks and how many of them are diagonal, the largest first."""
+        """(kind of Kronecker block, its blocks, how many of them are diagonal), the largest kind first."""
         kinds = [(kind, names) for kind, names in self.kinds.items() if names[0] in self.policy]
         if tokens is not None:
             kinds.sort(key=lambda pair: -pair[0].weight(self._limited(pair[0], FEWEST)))
@@ -127,7 +127,7 @@ class _BudgetSearch:
             yield kind, names, diagonals
 
     def _limited(self, kind: _Kind, tokens: int) -> SidePolicies:
-        """Every side as the policy has it, or on a subset of so many tokens: whichever takes less."""
+        """The policies of a kind with each side as without a budget or on a subset of `tokens` tokens: whichever takes less."""
         found = kind.policy
         subset = StoragePolicy(tokens, tokens, why=f"memory_budget: at most {tokens} tokens")
         for side, keep, width in zip(found._fields, found, kind.form.widths, strict=True):
@@ -139,7 +139,7 @@ class _BudgetSearch:
         return all(self.budget.fits(total.peak) for total in self._totals(tokens, flat).values())
 
     def _totals(self, tokens: int | None, flat: int) -> dict[str, PlanTotal]:
-        """{device: bytes of all blocks}; tokens None: as the policy has it."""
+        """{device: bytes of all blocks} with subsets of `tokens` (None: no reduction) and `flat` blocks as diagonals."""
         totals: dict[str, PlanTotal] = {}
         counted = [(kind, kind.policy, len(names)) for kind, names in self.kinds.items() if names[0] not in self.policy]
         for kind, names, diagonals in self._split(flat, tokens):
@@ -152,7 +152,7 @@ class _BudgetSearch:
         return totals
 
     def _refusal(self, tokens: int, flat: int) -> GramianError:
-        """One line with the totals of the smallest reduction; its table is a note to the error."""
+        """The error for a budget that cannot be met: one line with the least totals; the table is a note on it."""
         totals = self._totals(tokens, flat)
         device, total = max(totals.items(), key=lambda pair: pair[1].peak)
         parts = ", ".join(f"{stage} {format_bytes(count)}" for stage, count in total.stages().items())

@@ -33,7 +33,7 @@ def plan_curvature(
     free: int | None = None,
     world_size: int = 1,
 ) -> CurvaturePlan:
-    """Plan from shapes alone; `KFACNaturalGradient.plan` documents the arguments.
+    """Plan the memory of K-FAC from shapes alone; `KFACNaturalGradient.plan` documents the arguments.
 
     The model is unwrapped; a `head` of None is the last linear layer, and `exact_head` makes its Fisher exact.
     """
@@ -79,6 +79,6 @@ def plan_curvature(
 
 
 def _decomposes(found: Outline, free: int) -> bool:
-    """Whether a GPU with so many free bytes has room for all eigendecompositions of a block."""
+    """True if a GPU with `free` bytes has room for all eigendecompositions of a block."""
     shapes = [shape for shape in (found.A, found.G) if shape is not None and shape.kind != "diagonal"]
     return all(fits(shape.columns, 8, free) for shape in shapes)

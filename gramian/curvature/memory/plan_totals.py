@@ -6,7 +6,7 @@ from gramian.curvature.memory.block_footprint import Footprint
 from gramian.curvature.memory.factor_shape import FactorisationBytes
 
 STAGES = ("collect", "build", "rest", "use", "apply")
-"""Columns of the table: tokens are collected, factors are built, stored, factorised and applied."""
+"""Stages of a plan, the columns of its table: tokens are collected, factors are built, stored, factorised and applied."""
 
 
 @dataclass
@@ -14,7 +14,7 @@ class PlanTotal:
     """Bytes of all blocks on one device: the fields of `Footprint`, added up or maximised by `add`."""
 
     averaged: bool
-    """Whether factors are averaged over refreshes."""
+    """True if factors are averaged over refreshes."""
     collect: int = 0
     build: int = 0
     joined: int = 0
@@ -23,18 +23,18 @@ class PlanTotal:
     apply: int = 0
     correcting: int = 0
     leaving: int = 0
-    """The factor that is being copied to another device while the next one is built."""
+    """Bytes of the factor that is being copied to another device while the next one is built."""
     uses: list[tuple[FactorisationBytes, int]] = field(default_factory=list)
-    """Factorisation bytes of every factor, in the order of the blocks, with the number of equal ones."""
+    """(factorisation bytes of a factor, number of equal factors), in the order of the blocks."""
 
     @property
     def factorised(self) -> int:
-        """Factorisations that stay until the next refresh."""
+        """Bytes of the factorisations that are stored until the next refresh."""
         return sum(count * use.stored for use, count in self.uses)
 
     @property
     def use(self) -> int:
-        """The peak while all factors are bounded, then factorised without waiting in between."""
+        """Peak of bytes while the norms of all factors are bounded, and then all are factorised without waiting in between."""
         stored = peak = 0
         for use, count in self.uses:
             stored += count * use.gram
@@ -46,13 +46,13 @@ class PlanTotal:
 
     @property
     def first(self) -> int:
-        """The peak of the first refresh and its use, without earlier factors."""
+        """Peak of bytes in the first refresh and its use, without earlier factors."""
         used = self.rest + max(self.use, self.factorised + self.apply)
         return max(self.collect + self.making + self.rest, used, self.rest + self.measuring)
 
     @property
     def peak(self) -> int:
-        """The peak of any later refresh: earlier factors and their factorisations exist while new ones are built."""
+        """Peak of bytes in a later refresh: earlier factors and their factorisations exist while new ones are built."""
         used = self.settled + max(self.use, self.factorised + self.apply)
         fresh = self.rest + (self.settled if self.averaged else 0)
         making = max(self.collect + self.making, self.measuring)
@@ -60,23 +60,23 @@ class PlanTotal:
 
     @property
     def making(self) -> int:
-        """On top of tokens and factors while factors are built."""
+        """Bytes on top of tokens and factors while factors are built."""
         return self.joined + self.build + self.leaving
 
     @property
     def measuring(self) -> int:
-        """While EK-FAC finds eigenvectors and measures eigenvalues, tokens included; 0 without EK-FAC."""
+        """Bytes while EK-FAC finds eigenvectors and measures eigenvalues, tokens included; 0 without EK-FAC."""
         return self.collect + max(self.use, self.factorised + self.correcting) if self.correcting else 0
 
     def stages(self) -> dict[str, int]:
-        """{stage: bytes}, the columns of the table."""
+        """{stage: bytes on this device}, for each stage of STAGES."""
         return dict(zip(STAGES, (self.collect, self.making, self.rest, self.use, self.apply), strict=True))
 
 
 def add(
     totals: dict[str, PlanTotal], one: Footprint, home: str, stores: tuple[str, str], averaged: bool, count: int = 1
 ) -> None:
-    """Add `count` equal blocks, whose layers run on `home` and whose A and G are on `stores`, to {device: total}."""
+    """Add the bytes of `count` equal blocks to {device: total}; layers run on `home`, A and G are stored on `stores`."""
     here = totals.setdefault(home, PlanTotal(averaged=averaged))
     sent = [rest for rest, store in zip((one.rest_A, one.rest_G), stores, strict=True) if store != home]
     here.collect += count * one.collect

@@ -21,13 +21,13 @@ from gramian.linalg.wide import piece_entries
 
 
 class SideFootprint(NamedTuple):
-    """The factor that a side becomes, and the bytes until it is one."""
+    """The factor that one side of a block becomes, and the bytes until it is built."""
 
     shape: FactorShape
     collect: int
-    """While tokens arrive."""
+    """Bytes of stored tokens or sums while tokens arrive."""
     build: int
-    """On top, while tokens are added or the factor is built."""
+    """Bytes on top of `collect`, while tokens are added or the factor is built."""
 
 
 def side_footprint(
@@ -39,7 +39,7 @@ def side_footprint(
     bias: bool = False,
     exact: bool = False,
 ) -> SideFootprint:
-    """Bytes of Σ w x xᵀ over the tokens of all processes, or of Σ w (diag p − p pᵀ) for an exact head.
+    """Bytes of one side, Σ w x xᵀ over the tokens of all processes, or Σ w (diag p − p pᵀ) for an exact head.
 
     A subset keeps all or none of the `together` tokens of a position; with a bias the last input is the constant 1.
     """
@@ -71,7 +71,7 @@ def side_footprint(
 def _softmax_rows(
     form: BlockForm, width: int, kept: int, mine: int, keys: int, summed: int, as_matrix: bool
 ) -> SideFootprint:
-    """An exact head that collects the probabilities of its tokens."""
+    """The footprint of an exact head's G, for which the probabilities of tokens are stored."""
     w, rows = form.wide, mine * width
     collect = w * mine * (width + 1) + keys
     seen = 2 * w * rows + 4 * w * piece_entries(mine, width)  # logits, or chosen rows; their check for finite numbers
@@ -86,28 +86,28 @@ def _softmax_rows(
 
 
 def _kept(tokens: int, keep: StoragePolicy, together: int) -> int:
-    """How many tokens are kept where a subset keeps all or none of `together` tokens."""
+    """Number of tokens stored of `tokens`, where a subset keeps all or none of the `together` tokens of a position."""
     if keep.limit is None or tokens <= keep.limit:
         return tokens
     return max(keep.limit - keep.limit % together, together)
 
 
 def _joined_representation(form: BlockForm, width: int, keep: StoragePolicy, kept: int) -> str:
-    """The representation of a side once all processes' tokens are joined."""
+    """Whether a side is "dense", "low rank" or "diagonal" once all processes' tokens are joined."""
     kind = representation(keep, kept)
     as_matrix = form.processes > 1 and form.reduction == "dense" and width <= WIDEST_DENSE and not keep.why
     return "dense" if kind == "low rank" and as_matrix else kind
 
 
 def _in_transit(form: BlockForm, shape: FactorShape, mine: int, built: int, sent: int) -> int:
-    """Bytes of rows that processes exchange: as they are built, in the order they are sent, and as received."""
+    """Bytes of rows that processes exchange: as built, in the order they are sent, and as received; 0 for one process."""
     if form.processes == 1:
         return 0
     return mine * shape.side * (built + sent) + sent * shape.local_rows * shape.columns
 
 
 def _storing(form: BlockForm, side: int, columns: int, itemsize: int) -> int:
-    """Bytes of a piece of columns while a matrix is rounded to its stored dtype and the error is measured in float64."""
+    """Bytes of a chunk of columns while a matrix is rounded to its storage dtype and the error is measured in float64."""
     w = form.wide
     if form.storage in HALF:
         each = (itemsize if itemsize < w else 0) + 2 * w + (DOUBLE if w < DOUBLE else 0)

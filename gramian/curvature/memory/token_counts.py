@@ -24,20 +24,20 @@ from gramian.taps.sites.site import first_tensor
 
 @dataclass
 class Trace:
-    """The layer calls of one forward on the meta device."""
+    """The calls of layers in one forward on the meta device: numbers of tokens and identities of inputs."""
 
     tokens: dict[str, int] = field(default_factory=dict)
-    """{layer: tokens over all its calls}."""
+    """{layer: number of tokens over all its calls}."""
     inputs: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    """{layer: memory places of its inputs}: equal for layers that read the same tensor."""
+    """{layer: memory addresses and layouts of its inputs}, equal for layers that read the same tensor."""
     samples: int = 0
-    """B."""
+    """Number of samples B of the traced forward."""
     last: str | None = None
-    """The layer that was called last."""
+    """Name of the layer that was called last."""
     _alive: list[Any] = field(default_factory=list)
 
     def record(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Record one call of a layer: a forward hook behind the layer's name."""
+        """Add one call of layer `name` to the counts; with `name` bound (`functools.partial`) it is a forward hook."""
         x = first_tensor(args, kwargs)
         if isinstance(module, _ConvNd):
             tokens = output.numel() // output.shape[1]
@@ -54,15 +54,16 @@ class Trace:
 
 @dataclass(frozen=True)
 class TokenSource:
-    """Tokens of every layer: as given, or as traced; both None: any number."""
+    """Numbers of tokens of every layer: `given` by the user, or from the `trace` of a forward; both None: any number."""
 
     given: int | Mapping[str, int] | None = None
     trace: Trace | None = None
 
     def of_block(self, spec: Spec, separate: int, reduced: bool, exact: bool) -> BlockTokens | None:
-        """Tokens of a block on one of `separate` processes that do not join theirs; None: any number.
+        """Numbers of tokens of a block on one of `separate` processes that do not join theirs; None: any number.
 
-        `reduced`: a sample's tokens become one, as far as a trace shows samples; `exact`: G takes the tokens of all positions.
+        `reduced`: a sample's tokens become one, as far as a trace shows samples; `exact`: G takes the tokens of all
+        positions.
         """
         if spec.kind != "kronecker":
             return BlockTokens(0, 0, 0)
@@ -81,14 +82,14 @@ class TokenSource:
         return BlockTokens(means, met if exact else means, looked_up, max(uses, 1), max(lookups, 1))
 
     def _of_layer(self, layer: str) -> tuple[int, int]:
-        """Calls and tokens of a layer."""
+        """(number of calls, number of tokens) of a layer."""
         if self.trace is not None:
             return len(self.trace.inputs.get(layer, ())), self.trace.tokens.get(layer, 0)
         assert self.given is not None
         return 1, self.given[layer] if isinstance(self.given, Mapping) else self.given
 
     def last_linear(self, specs: Mapping[str, Spec]) -> str | None:
-        """The linear layer that was called last, or that comes last in the model."""
+        """Name of the linear layer that was called last in the trace, or else comes last in the model."""
         linear = [
             layer
             for spec in specs.values()
@@ -101,7 +102,7 @@ class TokenSource:
         return linear[-1] if linear else None
 
     def shared_inputs(self, specs: Mapping[str, Spec], keeps: Keeps) -> dict[str, str]:
-        """{block: the earlier block whose A it uses}: both have the same inputs, keep the same tokens, and a bias or none."""
+        """{block: the earlier block whose A it uses}: both have the same inputs and token policy, and both a bias or none."""
         if self.trace is None:
             return {}
         first: dict[Any, str] = {}
@@ -116,7 +117,7 @@ class TokenSource:
 
 
 def token_source(model: nn.Module, specs: Mapping[str, Spec], tokens: Any, inputs: Any) -> TokenSource:
-    """Check the arguments of a plan, of which at most one is given, and trace a forward if its inputs are."""
+    """The `TokenSource` of a plan, from `tokens` or from a traced forward on `inputs`; an error if both are given."""
     layers = [layer for spec in specs.values() if spec.kind == "kronecker" for layer in spec.layers]
     counts = list(tokens.values()) if isinstance(tokens, Mapping) else [] if tokens is None else [tokens]
     for count in counts:

@@ -12,7 +12,7 @@ from gramian.linalg.spectra.operator import Operator, check_operator
 def to_curvlinops(operator: Operator) -> Any:
     """Convert an operator to a `curvlinops` `PyTorchLinearOperator`.
 
-    If it acts on parameters, the result multiplies lists of tensors in their shapes as well as flat tensors.
+    If the operator acts on parameters, the result multiplies lists of tensors in their shapes as well as flat tensors.
     """
     check_operator(operator)
     try:
@@ -50,6 +50,6 @@ class _FromCurvlinops(Operator):
         self.dim, self.dtype, self.device = operator.shape[0], operator.dtype, operator.device
 
     def matmat(self, y_NK: Tensor) -> Tensor:
-        """M Y."""
+        """The wrapped curvlinops operator times Y [n, k]: [n, k]."""
         product: Tensor = self.operator @ y_NK.to(self.device, self.dtype)
         return product

@@ -1,4 +1,4 @@
-"""The empirical Fisher from the labels of the data, without storing per-sample gradients."""
+"""The empirical Fisher (gradients for the labels of the data) as an operator that stores no per-sample gradients."""
 
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -14,12 +14,12 @@ from gramian.linalg.wide import pieces
 
 
 class EmpiricalFisherOperator(JacobianOperator):
-    """(1/N) Σ g gᵀ over the gradients of tokens, or of sequences.
+    """(1/N) Σ g gᵀ over the gradients g of tokens, or of sequences; N is the number of loss terms.
 
-    With r_t the gradient of a term by its outputs (softmax(f_t) − e_y; 2(f_t − y_t)), a token's gradient is g_t = J_tᵀ r_t and
-    a sequence's is g_i = Σ_t w_t g_t over its tokens. So g_tᵀ v = r_tᵀ (J v)_t comes from one forward in forward mode, and
-    Σ_t c_t g_t from one backward that starts at c_t r_t. The matrix is (1/N) Σ_t w_t g_t g_tᵀ, or
-    (1/N) Σ_i g_i g_iᵀ / max_t w_t, N the loss terms in both: a sequence of weight 2 counts as two, as in K-FAC.
+    With r_t the gradient of token t's loss by its outputs f_t (softmax(f_t) − e_y; 2(f_t − y_t)) and J_t = ∂f_t/∂θ, a token's
+    gradient is g_t = J_tᵀ r_t, and a sequence's is g_i = Σ_t w_t g_t over its tokens with weights w_t. So g_tᵀ v = r_tᵀ (J
+    v)_t comes from one forward in forward mode, and Σ_t c_t g_t from one backward that starts at c_t r_t. The matrix is (1/N)
+    Σ_t w_t g_t g_tᵀ, or (1/N) Σ_i g_i g_iᵀ / max_t w_t: a sequence of weight 2 counts as two, as in K-FAC.
 
     ```python
     fisher = EmpiricalFisherOperator(model, [(x, y)], per="token")
@@ -63,7 +63,7 @@ class EmpiricalFisherOperator(JacobianOperator):
             torch.mul(r_CV, coefficients_R[rows, None], out=tangents_RV[rows])
 
     def _residual(self, outputs_CV: Tensor, targets: Tensor) -> Tensor:
-        """∂ℓ/∂f of some rows."""
+        """Gradient of each row's loss by its outputs f [C, V], for targets [C] (classes) or [C, V] (numbers): [C, V]."""
         if self.loss == "mse":
             return (outputs_CV - targets).mul_(2)
         r_CV = outputs_CV.softmax(-1)

@@ -1,4 +1,4 @@
-"""The generalised Gauss-Newton matrix."""
+"""The generalised Gauss-Newton matrix of a model's loss as an operator."""
 
 from torch import Tensor
 
@@ -7,9 +7,10 @@ from gramian.linalg.wide import pieces
 
 
 class GGNOperator(JacobianOperator):
-    """(1/N) Σ_t w_t J_tᵀ H_t J_t with H_t the Hessian of a term by its outputs; for cross entropy the Fisher of the model.
+    """(1/N) Σ_t w_t J_tᵀ H_t J_t over positions t; for cross entropy this is the Fisher of the model's own distribution.
 
-    Softmax cross entropy: H u = p ⊙ u − p (pᵀu), p = softmax(f). Squared error: H u = 2u.
+    J_t is the Jacobian of the outputs f_t by the parameters, H_t the Hessian of the loss by f_t, w_t a weight, N the number
+    of loss terms. Softmax cross entropy: H u = p ⊙ u − p (pᵀu), p = softmax(f). Squared error: H u = 2u.
 
     ```python
     ggn = GGNOperator(model, [(x, y)])

@@ -1,4 +1,4 @@
-"""The Hessian of a model's loss, by products with vectors."""
+"""The Hessian of a model's loss as an operator."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -19,7 +19,7 @@ LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
 class HessianOperator(ModelOperator):
-    """∇²L of the mean L over all loss terms of all batches; indefinite.
+    """The Hessian ∇²L by the parameters of L, the mean over all loss terms of all batches; indefinite.
 
     A product with k columns costs, per batch, a forward, a backward that keeps its graph, and k backwards through both: about
     3 + 6k forwards in FLOPs, and the memory of two ordinary backwards.
@@ -41,7 +41,7 @@ class HessianOperator(ModelOperator):
         num_terms: Sequence[float] | None = None,
         causal_shift: bool | None = None,
     ) -> None:
-        """Store the batches.
+        """Store the batches that the loss is averaged over, and the number of their loss terms.
 
         Args:
             model: not sharded, in float32 or float64; it runs in evaluation mode.
@@ -54,7 +54,7 @@ class HessianOperator(ModelOperator):
         """
         super().__init__(model, parameters)
         self._of_batch: list[tuple[Callable[[], Tensor], float]] = []
-        """For each batch a function that returns its loss, and the factor that makes it the sum over its terms."""
+        """For each batch a function that returns its loss, and the factor that turns it into the sum over its terms."""
         if not callable(loss_fn):
             if loss_reduction != "mean" or num_terms is not None:
                 raise GramianError("num_terms: terms of a named loss are counted; expected it for a function alone")
@@ -119,7 +119,7 @@ def _counts(num_terms: Sequence[float] | None, batches: int, loss_reduction: str
 
 
 def _factor(loss_reduction: str | float, count: float) -> float:
-    """The factor that turns a batch's loss into the sum over its terms."""
+    """The factor that turns the loss of a batch with `count` terms into the sum over its terms, from `loss_reduction`."""
     if loss_reduction == "mean":
         return count
     if loss_reduction == "sum":

@@ -18,6 +18,9 @@ from gramian.curvature.operators.parameter_space import Selection
 class JacobianOperator(ModelOperator):
     """M = (1/N) Σ_b J_bᵀ C_b J_b, positive semi-definite.
 
+    J_b is the Jacobian of the outputs f of batch b by the parameters, C_b the curvature of the loss by the outputs, N the
+    number of loss terms.
+
     A product with k columns costs, per batch, k forwards in forward mode that keep no activations, one forward, and k
     backwards: about 1 + 5k forwards in FLOPs. Of tensors as large as the outputs [R, V] four are alive at most: while torch
     computes the last layer's derivative, f, both halves of J v and their sum; then two, f and J v, which becomes C J v in
@@ -34,7 +37,7 @@ class JacobianOperator(ModelOperator):
         loss: LossName = "cross_entropy",
         causal_shift: bool | None = None,
     ) -> None:
-        """Read the batches.
+        """Read the batches that the curvature is averaged over, and count their loss terms.
 
         Args:
             model: returns logits (or numbers) [*positions, V], alone, first, or as `.logits`; not sharded, in float32 or
@@ -55,7 +58,7 @@ class JacobianOperator(ModelOperator):
 
     @abstractmethod
     def _curve(self, outputs_RV: Tensor, tangents_RV: Tensor, targets: Tensor, weights_R: Tensor, samples: int) -> None:
-        """Turn U = J v (`tangents_RV`) into C U, in place, not divided by N.
+        """Turn U = J v (`tangents_RV`: R rows, V outputs of each) in place into C U, C the curvature of the summed loss.
 
         Targets are classes [R] or numbers [R, V], weights 0 for rows without a loss term; R/B consecutive rows belong to each
         of the B `samples`.
@@ -71,7 +74,7 @@ class JacobianOperator(ModelOperator):
             self._forward_mode = model.forward_mode
 
     def _curved(self, model: Linearised, batch: Terms, column_N: Tensor) -> Tensor | None:
-        """C J v, of the shape of the outputs; None where no output depends on v's parameters."""
+        """C J v for v [n], J = ∂outputs/∂parameters, C the loss curvature, shaped like outputs; None if none depends on v."""
         outputs, tangents = model.push(column_N)
         if tangents is None:
             return None

@@ -11,7 +11,7 @@ from gramian.linalg.spectra.operator import Operator, seen
 
 
 class KFACOperator(Operator):
-    """F v block by block: G V A on [weight | bias] jointly, exact blocks and diagonals on the rest, as `kfac.coverage` reports.
+    """The K-FAC Fisher F as an operator, block by block: G V A on a layer's [weight | bias], exact or diagonal elsewhere.
 
     It acts on the parameters that have factors, in the model's order, and uses the factors at the time of a product. A weight
     without its bias has the sub-block of its layer. A product costs 2(o²m + om²) FLOPs per layer with sides o and m, and less
@@ -24,7 +24,7 @@ class KFACOperator(Operator):
     """
 
     def __init__(self, kfac: KFACNaturalGradient, damped: bool = False, parameters: Selection = None) -> None:
-        """Collect the parameters that have factors.
+        """Choose the parameters with factors that the operator acts on.
 
         Args:
             kfac: a K-FAC object with factors.
@@ -48,7 +48,7 @@ class KFACOperator(Operator):
         self.dim, self.kfac, self.damped = self.space.dim, kfac, damped
 
     def matmat(self, y_NK: Tensor) -> Tensor:
-        """F Y, [n, k], column by column."""
+        """F Y for Y [n, k] of any k, column by column: [n, k]; with `damped` (F + damping) Y, clip included."""
         products = []
         for column in self.space.columns(y_NK):
             found = self.kfac.compute_fisher_vector_product(self.space.unflatten(column), damped=self.damped)

@@ -19,17 +19,17 @@ from gramian.curvature.operators.side_effect_free import leaves, substituted, tw
 
 
 class Linearised:
-    """f = f(θ) of one batch, with J = ∂f/∂θ; a context that frees everything at its end.
+    """The outputs f(θ) of a model on one batch, and products with J = ∂f/∂θ; a context that frees everything at its end.
 
-    J v is a forward in forward mode, about three times the FLOPs of a plain one, that stores no activations. Where a layer has
-    no forward mode (an autograd function without `jvp`, a custom kernel), J v is the derivative of Jᵀ u by u: two backwards on
-    one forward, whose graph is stored. The result is the same, and consistent with the layer's own backward.
+    J v is a forward in forward mode, about three times the FLOPs of a plain one, that stores no activations. Where a layer
+    has no forward mode (an autograd function without `jvp`, a custom kernel), J v is the derivative of Jᵀ u by u: two
+    backwards on one forward, whose graph is stored. The result is the same, and consistent with the layer's own backward.
     """
 
     def __init__(
         self, root: nn.Module, question: LabelledBatch, space: ParameterSpace, forward_mode: bool = True
     ) -> None:
-        """Prepare leaves for the parameters of `space` of a model inside `side_effect_free`; nothing runs yet."""
+        """Prepare new leaves for the parameters of `space`, for a model inside `side_effect_free`; nothing runs yet."""
         self.forward_mode = forward_mode
         self._root, self._question, self._space = root, question, space
         self._theta = leaves(root, space)
@@ -38,19 +38,19 @@ class Linearised:
         self._backwards: tuple[Tensor, tuple[Tensor, ...]] | None = None
 
     def __enter__(self) -> Self:
-        """Replace the parameters by leaves."""
+        """Replace the model's parameters by the prepared leaf tensors until the context ends."""
         self._around.enter_context(substituted(self._root, self._theta))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Restore the parameters and free the graph."""
+        """Restore the model's parameters and free the graph."""
         self._around.close()
         self._outputs = self._backwards = None
 
     def push(self, vector_N: Tensor) -> tuple[Tensor, Tensor | None]:
-        """f and J v, both [*positions, V]; J v is None where no output depends on v's parameters."""
+        """Outputs f and J v = (∂f/∂θ) v for v [n], both [*positions, V]; J v is None if no output depends on v's parameters."""
         if self.forward_mode:
             try:
                 return self._push_forward(vector_N)
@@ -59,7 +59,7 @@ class Linearised:
         return self._push_backward(vector_N)
 
     def pull(self, cotangents: Tensor, last: bool) -> Tensor:
-        """Jᵀ u, [n], for u of the outputs' shape; the last call frees the graph."""
+        """Jᵀ u, [n], for u of the outputs' shape. With `last=True` the graph is freed and no further call is possible."""
         pulled = torch.autograd.grad(
             self._answered(), tuple(self._theta.values()), cotangents, retain_graph=not last, materialize_grads=True
         )
@@ -69,7 +69,7 @@ class Linearised:
         return logits_of(self._root(*self._question.args, **self._question.kwargs))
 
     def _answered(self) -> Tensor:
-        """f with its graph, computed once."""
+        """The outputs f with their autograd graph, computed at the first call and stored."""
         if self._outputs is None:
             with nullcontext() if self.forward_mode else twice_differentiable():
                 self._outputs = self._answer()

@@ -24,22 +24,22 @@ LOSSES = ("cross_entropy", "mse")
 
 @dataclass(frozen=True)
 class Terms:
-    """The forward's arguments and the loss terms of one batch."""
+    """One batch: the arguments of the model's forward, and the targets and weights of its loss terms."""
 
     question: fisher_labels.LabelledBatch
     loss: LossName
     targets: Tensor
-    """Classes [*positions], or numbers [*positions, C], aligned with the outputs."""
+    """Targets of the positions: classes [*positions], or numbers [*positions, C], aligned with the outputs."""
     weights: Tensor
-    """[*positions], float64; 0 for positions without a term."""
+    """[*positions], float64: weights of the loss terms; 0 for positions without one."""
 
     @property
     def num_terms(self) -> float:
-        """N of this batch."""
+        """Number of loss terms of this batch: Σ_t w_t over positions of weight w_t, for "mse" times numbers per position."""
         return float(self.weights.sum()) * (self.targets.shape[-1] if self.loss == "mse" else 1)
 
     def rows(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Targets ([R] or [R, C]) and weights [R] in the outputs' dtype; the targets must have the shape of the outputs."""
+        """Targets ([R] or [R, C]) and weights [R] of all R positions, in the outputs' dtype; an error if shapes differ."""
         wanted = outputs.shape if self.loss == "mse" else outputs.shape[:-1]
         if self.targets.shape != wanted:
             raise GramianError(f"labels: have shape {[*self.targets.shape]}; expected {[*wanted]}, as the outputs")
@@ -50,7 +50,7 @@ class Terms:
         return self.targets.masked_fill(self.weights == 0, 0).reshape(-1), weights_R
 
     def summed_loss(self, outputs: Tensor) -> Tensor:
-        """Σ_t w_t ℓ_t."""
+        """Σ_t w_t ℓ_t, a scalar: the losses ℓ_t of all positions for these outputs [*positions, V], times their weights w_t."""
         targets, weights_R = self.rows(outputs)
         rows = outputs.flatten(0, -2)
         if self.loss == "mse":
@@ -59,7 +59,7 @@ class Terms:
 
 
 def read_terms(root: nn.Module, batch: Any, loss: LossName, causal_shift: bool | None) -> Terms:
-    """Read a batch, in one of the forms that `JacobianOperator` lists.
+    """Read the loss terms of a batch: a mapping with "labels", (inputs, labels) or (inputs, labels, token_weights).
 
     Labels of -100 and positions outside `attention_mask` have no term. Weights belong to positions and are not shifted.
     """
@@ -86,7 +86,7 @@ def read_terms(root: nn.Module, batch: Any, loss: LossName, causal_shift: bool |
 def read_all(
     root: nn.Module, batches: Any, loss: LossName, causal_shift: bool | None
 ) -> tuple[tuple[Terms, ...], float]:
-    """The loss terms of every batch of a list that is not empty, and N over all of them, of which there must be some."""
+    """The `Terms` of every batch, and the number of loss terms N of all batches; an error if there is no batch or N is 0."""
     if loss not in LOSSES:
         raise GramianError(f"loss: got {loss!r}; expected {' or '.join(repr(name) for name in LOSSES)}")
     if isinstance(batches, Mapping | Tensor) or (
@@ -101,7 +101,7 @@ def read_all(
 
 
 def listed(batches: Any) -> tuple[Any, ...]:
-    """The batches, at least one, as a tuple, so that every product uses the same data, even of a shuffling loader."""
+    """The batches as a tuple of at least one, so that every product uses the same data, even of a shuffling loader."""
     if not isinstance(batches, Iterable):
         raise GramianError(f"batches: {seen(batches)}; expected a list of batches, or a loader")
     found = tuple(batches)
@@ -127,7 +127,7 @@ def _check_weights(token_weights: Any, shape: torch.Size) -> None:
 
 
 def _numbers(root: nn.Module, batch: Any) -> tuple[fisher_labels.LabelledBatch, Tensor]:
-    """The forward's arguments and the target numbers of a batch for the squared error."""
+    """The forward's arguments and the target numbers [B, ..., C] of a batch for the squared error."""
     if isinstance(batch, Mapping):
         targets = batch.get("labels")
         question = fisher_labels.read_batch(

@@ -18,7 +18,7 @@ Selection = Sequence[str] | Callable[[str, Tensor], bool] | None
 
 
 class ParameterSpace:
-    """Named parameters in a fixed order; a tied one counts once, under its first name.
+    """Named parameters in a fixed order, as one flat vector [n]; a tied one counts once, under its first name.
 
     ```python
     space = ParameterSpace.of(model)
@@ -34,7 +34,7 @@ class ParameterSpace:
 
     @classmethod
     def of(cls, model: nn.Module, which: Selection = None) -> "ParameterSpace":
-        """The trainable parameters of a model, or a selection of them, in the model's order.
+        """The space of the trainable parameters of a model, or of a selection of them, in the model's order.
 
         Args:
             model: a model on one device, in one dtype.
@@ -48,7 +48,7 @@ class ParameterSpace:
         return cls({name: p.shape for name, p in chosen.items()}, dtype, device)
 
     def flatten(self, vectors: Mapping[str, Tensor]) -> Tensor:
-        """[n] from {name: tensor of its shape}, [n, k] from {name: [*shape, k]}; missing parameters are zero."""
+        """Flat vector [n] from {name: tensor of its shape}, or [n, k] from {name: [*shape, k]}; missing parameters are zero."""
         extra = {v.shape[len(self.shapes[name]) :] for name, v in vectors.items() if name in self.shapes}
         unknown = [name for name in vectors if name not in self.shapes]
         if unknown or len(extra) > 1:
@@ -65,7 +65,7 @@ class ParameterSpace:
         return torch.cat(pieces)
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
-        """{name: [*shape]} from [n], {name: [*shape, k]} from [n, k]; views."""
+        """{name: [*shape]} from a flat vector [n], or {name: [*shape, k]} from [n, k], as views where the layout allows it."""
         if not flat.dim() or len(flat) != self.dim:
             raise GramianError(f"vector: has shape {[*flat.shape]}; expected [{self.dim}] or [{self.dim}, k]")
         pieces = flat.split(self.sizes)
@@ -75,14 +75,17 @@ class ParameterSpace:
         }
 
     def columns(self, y_NK: Tensor) -> list[Tensor]:
-        """Contiguous copies of the k columns of Y, in this space's dtype and on its device."""
+        """Contiguous copies [n] of the k columns of Y [n, k], in this space's dtype and on its device."""
         check_vector(y_NK, self.dim, columns=True)
         columns_KN = torch.empty(y_NK.shape[1], self.dim, dtype=self.dtype, device=self.device)
         return list(columns_KN.copy_(y_NK.detach().mT))
 
 
 def choose(named: Mapping[str, Tensor], which: Selection, kind: str) -> dict[str, Tensor]:
-    """The selected tensors in their own order, at least one; errors describe a tensor by `kind`, such as "that trains"."""
+    """{name: tensor} of those of `named` that `which` selects (names, predicate, or None for all), in the order of `named`.
+
+    It is an error if none is selected; messages describe a tensor by `kind`, such as "that trains".
+    """
     if isinstance(which, str):
         raise GramianError(f"parameters: is the text {which!r}; expected a list of names, [{which!r}]")
     if which is None:
@@ -103,7 +106,7 @@ def choose(named: Mapping[str, Tensor], which: Selection, kind: str) -> dict[str
 
 
 def first_names(root: nn.Module | None, which: Selection) -> Selection:
-    """The selection with every tied parameter of the model under its first name; `root` None: the model was freed."""
+    """The selection `which`, with any name of a tied parameter replaced by its first name in `root` (None: no change)."""
     if which is None or isinstance(which, str) or callable(which):
         return which
     names = [*which] if isinstance(which, Iterable) else [which]

@@ -7,7 +7,7 @@ from gramian.linalg.spectra.operator import Operator, check_operator
 
 
 class ShiftedOperator(Operator):
-    """M + λI with a λ of any sign: damping, or a shift that moves the other end of a spectrum to the front.
+    """M + λI for an operator M and a λ of any sign: damping, or a shift that makes the lower end of a spectrum dominant.
 
     ```python
     damped = ShiftedOperator(GGNOperator(model, batches), 1e-3)
@@ -15,7 +15,7 @@ class ShiftedOperator(Operator):
     """
 
     def __init__(self, operator: Operator, shift: float) -> None:
-        """Add λ = `shift` to the diagonal of an operator."""
+        """Take the operator M and λ = `shift`, the multiple of the identity that is added to it."""
         check_operator(operator)
         check_number("shift", shift)
         self.operator, self.shift = operator, shift
@@ -23,5 +23,5 @@ class ShiftedOperator(Operator):
         self.space = getattr(operator, "space", None)
 
     def matmat(self, y_NK: Tensor) -> Tensor:
-        """M Y + λY."""
+        """(M + λI) Y for Y [n, k]: [n, k]."""
         return self.operator.matmat(y_NK).add(y_NK, alpha=self.shift)

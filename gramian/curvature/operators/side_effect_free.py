@@ -21,9 +21,10 @@ EMBEDDING_ARGUMENTS = ("input", "weight", "padding_idx", "max_norm", "norm_type"
 
 @contextmanager
 def side_effect_free(root: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no autocast, no compiled graphs; gradients, modes, buffers and random states are restored at the end.
+    """A context in which the model `root` can run without side effects: evaluation mode, no autocast, no compiled graphs.
 
-    Dropout and running statistics are off: with them every product would be one with another matrix.
+    Gradients, modes, buffers and random states are restored at its end. Dropout and running statistics are off: with them
+    every product would be one with another matrix.
     """
     refuse_open_capture(root)
     modes = [(module, module.training) for module in root.modules()]
@@ -48,7 +49,7 @@ def side_effect_free(root: nn.Module) -> Iterator[None]:
 
 
 class ExactEmbeddings(TorchFunctionMode):
-    """Embeddings whose forward derivative is the transpose of their backward.
+    """A context in which the forward derivative of `F.embedding` is the transpose of its backward.
 
     In torch a padding row has no gradient but a forward derivative, and `scale_grad_by_freq` acts in the backward alone, so
     Jᵀ C J would not be symmetric. Here padding rows are constants in both, and gradients are not scaled.
@@ -69,7 +70,7 @@ class ExactEmbeddings(TorchFunctionMode):
 
 @contextmanager
 def substituted(root: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace parameters by tensors, a tied one in all of its places; the other parameters become constants.
+    """A context that replaces parameters by `tensors`, {name: tensor}, tied ones everywhere; the others become constants.
 
     It must stay open until the backward is over, since activation checkpointing runs the forward again there.
     """
@@ -91,11 +92,11 @@ def substituted(root: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None
 
 
 def leaves(root: nn.Module, space: ParameterSpace) -> dict[str, Tensor]:
-    """The parameters of a space as new leaves on the same memory, without the user's gradient hooks."""
+    """{name: leaf tensor} for the parameters of `space`: new leaves on the same memory, without the user's gradient hooks."""
     return {name: p.detach().requires_grad_() for name, p in unique_parameters(root) if name in space.shapes}
 
 
 def twice_differentiable() -> AbstractContextManager[Any]:
-    """Attention without fused kernels, which have neither a forward derivative nor a second one."""
+    """A context in which attention runs without fused kernels, which have neither a forward derivative nor a second one."""
     made: AbstractContextManager[Any] = sdpa_kernel(SDPBackend.MATH)
     return made

@@ -22,7 +22,7 @@ SCHEMA = 1
 
 
 def record(state: CurvatureState) -> dict[str, Any]:
-    """All facts of a computation that a reader needs to repeat it, as a JSON-able dict."""
+    """All facts that a reader needs to repeat the computation, as a JSON-able dict."""
     blocks = state.blocks
     factors = {id(factor): factor for block in blocks.values() for factor in block.factors.values()}
     return {
@@ -50,14 +50,14 @@ def record(state: CurvatureState) -> dict[str, Any]:
 
 
 def _shared_rows(state: CurvatureState) -> str | None:
-    """How it was established that a layer's single row stands for all samples; None before a capture."""
+    """How it was decided that a layer's single row stands for all samples, as a text; None before a capture."""
     if state.model is None:
         return None
     return "proven" if TensorParallel.of(state.model) is None else "taken from shapes, as the model is tensor parallel"
 
 
 def coverage(state: CurvatureState) -> Coverage:
-    """How every parameter of the captured model is approximated."""
+    """A `Coverage` report: how each parameter of the captured model is approximated."""
     if state.model is None:
         raise GramianError("coverage: no model was captured yet; expected a capture before")
     specs = {p: spec for spec in state.specs.values() for p in spec.parameters}
@@ -116,7 +116,7 @@ def _layer(state: CurvatureState, block: Block) -> dict[str, Any]:
 
 
 def _corrected(block: Block) -> dict[str, Any] | None:
-    """The EK-FAC correction of a block; None: ekfac=False."""
+    """JSON-able facts on a block's EK-FAC eigenvalues, or why it has none; None if EK-FAC is off."""
     if block.correction is None:
         return {"corrected": False, "reason": block.facts.reason_ekfac} if block.facts.reason_ekfac else None
     correction = block.correction
@@ -152,7 +152,7 @@ def _side(side: str, factor: Factor, value: float, block: Block, max_condition: 
 
 
 def _finite(value: Any) -> Any:
-    """None for infinity, which JSON does not have."""
+    """The value itself; None for infinity, which JSON does not have."""
     return None if value == float("inf") else value
 
 
@@ -164,7 +164,7 @@ def _clip(clip: Clip | None) -> dict[str, Any] | None:
 
 
 def log_refresh(state: CurvatureState) -> None:
-    """One line per layer and one for all, at INFO."""
+    """Log a refresh at INFO: one line per block and one for all."""
     if not logger.isEnabledFor(logging.INFO):
         return
     layers = {name: _layer(state, block) for name, block in state.blocks.items()}
@@ -193,7 +193,7 @@ def log_refresh(state: CurvatureState) -> None:
 
 
 def layer_line(name: str, facts: dict[str, Any]) -> str:
-    """The INFO line of one layer, from its entry in the record."""
+    """The text of the INFO line of one layer, from its entry in the record."""
     fields = [f"in_dim={facts['in_dim']}", f"out_dim={facts['out_dim']}", f"T={facts['T']}"]
     fields += [f"λ_{side}={facts[f'lambda_{side}']:.3g}" for side in facts["sides"]]
     for side, about in facts["sides"].items():
@@ -213,7 +213,7 @@ def layer_line(name: str, facts: dict[str, Any]) -> str:
 
 
 def log_clips(blocks: Iterable[Block]) -> None:
-    """Log how many eigenvalues were clipped, at DEBUG, whenever a block is used."""
+    """Log at DEBUG how many eigenvalues of each block were clipped; called whenever blocks are applied."""
     if not logger.isEnabledFor(logging.DEBUG):
         return
     for block in blocks:
@@ -222,18 +222,18 @@ def log_clips(blocks: Iterable[Block]) -> None:
 
 
 def log_separate_processes() -> None:
-    """Warn that every process has factors of its own data alone."""
+    """Warn that the factors of each process are those of its own data alone (kfac_distributed_reduce="none")."""
     logger.warning('kfac_distributed_reduce="none": the factors of this process are those of its own data alone')
 
 
 def log_dropped(step: int, reason: str, again: bool) -> None:
-    """Log a refresh that made no factors: a warning for the first of several in a row."""
+    """Log that a refresh made no factors: a warning, or at DEBUG if the one before was dropped too (`again`)."""
     level = logging.DEBUG if again else logging.WARNING
     logger.log(level, "K-FAC refresh at step %d dropped: %s; the factors are those from before", step, reason)
 
 
 def log_padding(layer: str, tokens: int, terms: float, again: bool, strict: bool) -> None:
-    """Log that tokens without a loss term are part of A: a warning for the first of several refreshes in a row."""
+    """Log that tokens without a loss term are part of a layer's A, if `again` only at DEBUG; an error under `strict`."""
     line = (
         f"token_weights: {layer} counts {tokens} tokens for {terms:g} loss terms, and which of them have none cannot be seen; "
         "expected token_weights=[B, T]"
@@ -242,7 +242,7 @@ def log_padding(layer: str, tokens: int, terms: float, again: bool, strict: bool
 
 
 def log_coefficient(seen: float, strict: bool) -> None:
-    """Warn that the head's gradients are those of a loss with another coefficient than was stated."""
+    """Warn, or raise under `strict`, that a loss term has `seen` times the coefficient that the arguments state."""
     line = (
         f"loss_reduction: one loss term has {seen:.4g} times the coefficient that it, num_terms and loss_scale state, so "
         f"every G is {seen**2:.4g} times what it is; expected loss_reduction=<coefficient of one term>, such as "
@@ -258,5 +258,5 @@ def _warn(line: str, strict: bool, again: bool = False) -> None:
 
 
 def log_no_step(reason: str) -> None:
-    """Warn that an optimizer steps before any refresh has made factors."""
+    """Warn that an optimizer step was asked for before any refresh has made factors, and changes nothing."""
     logger.warning("K-FAC has no factors yet (%s): this step leaves the parameters as they are", reason)

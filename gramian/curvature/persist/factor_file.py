@@ -33,7 +33,7 @@ from gramian.parallel.sharded_columns import ShardedColumns
 
 SCHEMA = 1
 CORRECTION = "correction"
-"""Kind of an entry of "factors" that is an EK-FAC correction."""
+"""Value of "kind" in an entry of "factors" that holds EK-FAC eigenvalues and not a factor."""
 COUNTERS = {
     "steps": "steps",
     "refreshes": "refreshes",
@@ -42,17 +42,17 @@ COUNTERS = {
     "dropped": "dropped",
     "_softmax_checked": "softmax_checked",
 }
-"""{key of a saved state: attribute of `CurvatureState`}."""
+"""{key in a saved state: attribute of `CurvatureState`}."""
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
 def state_dict(state: CurvatureState, gather: bool = True) -> dict[str, Any]:
-    """Tensors and plain values; a factor that several layers share is there once.
+    """Factors, counters and options as tensors and plain values; a factor that several layers share is stored once.
 
-    With `gather`, rows that are sharded over processes are put together (collective); otherwise every factor has this process's
-    rows and `dim`, the number of all rows.
+    With `gather`, rows that are sharded over processes are put together (collective); otherwise every factor has this
+    process's rows and `dim`, the number of all rows.
     """
     numbers: dict[int, str] = {}
     factors: dict[str, dict[str, Any]] = {}
@@ -82,7 +82,7 @@ def state_dict(state: CurvatureState, gather: bool = True) -> dict[str, Any]:
 
 
 def save(state: CurvatureState, path: str) -> None:
-    """Write one file: tensors as safetensors, everything else as JSON in its header."""
+    """Write a state into one file: tensors as safetensors, everything else as JSON in its header."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -103,7 +103,7 @@ def save(state: CurvatureState, path: str) -> None:
 
 
 def _frozen(root: nn.Module | None) -> list[str]:
-    """Parameters that do not train."""
+    """Names of the parameters of a model that do not train."""
     return [] if root is None else [name for name, p in unique_parameters(root) if not p.requires_grad]
 
 
@@ -126,7 +126,10 @@ def _stored_entry(stored: Stored) -> dict[str, Any]:
 
 
 def _correction_entry(correction: Correction, gather: bool) -> dict[str, Any]:
-    """Eigenvalues and basis; columns of a basis are those of the factor. A view is saved without the rest of its memory."""
+    """The saved form of EK-FAC's eigenvalues and bases, without the columns U, which the factor has.
+
+    A view is saved without the rest of its memory.
+    """
     parts = {"eigenvalues": correction.values_RS, "basis_G": correction.G.matrix, "basis_A": correction.A.matrix}
     tensors = {
         name: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for name, t in parts.items() if t is not None
@@ -138,7 +141,7 @@ def _correction_entry(correction: Correction, gather: bool) -> dict[str, Any]:
 
 
 def read(path: str) -> dict[str, Any]:
-    """The state dict in a file that `save` wrote."""
+    """The state dict in a file that `save` wrote; a GramianError if it cannot be read or its checksum is wrong."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -163,7 +166,7 @@ def read(path: str) -> dict[str, Any]:
 
 
 def _digest(header: str, tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of the header and of all tensors."""
+    """SHA-256, in hex, of the header and of all tensors."""
     found = hashlib.sha256(header.encode())
     for name in sorted(tensors):
         found.update(name.encode())
@@ -174,7 +177,7 @@ def _digest(header: str, tensors: Mapping[str, Tensor]) -> str:
 def load(
     state: CurvatureState, saved: Mapping[str, Any], root: nn.Module | None, exchange: Exchange | None = None
 ) -> None:
-    """Check all of a saved state, for the model `root` if it is known, then replace all of the current one but its options.
+    """Replace the state but for its options by a saved one, after all of it was checked, against the model `root` if given.
 
     `exchange`: the processes over which rows of low-rank sides are sharded again; None: all rows stay here.
     """
@@ -223,7 +226,7 @@ def _counters(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _device(state: CurvatureState, root: nn.Module | None) -> torch.device | None:
-    """Where loaded factors go: as the option says, else to the model; None: they stay."""
+    """The device for loaded factors: that of the option, else the model's; None: they stay where they are."""
     if state.options.woodbury_store_device != "auto":
         return torch.device(state.options.woodbury_store_device)
     return None if root is None else next(root.parameters()).device
@@ -236,7 +239,7 @@ def _blocks(
     frozen: set[str],
     exchange: Exchange | None,
 ) -> dict[str, Block]:
-    """The blocks of a state, each checked against the model's own; blocks of layers that are frozen now are loaded too."""
+    """{name: block} of a saved state, each checked against the model's `specs`; blocks that are frozen now are loaded too."""
     entries = {number: parts for number, parts in saved["factors"].items() if parts.get("kind") != CORRECTION}
     factors = {number: _factor(number, parts, device, exchange) for number, parts in entries.items()}
     blocks: dict[str, Block] = {}
@@ -289,7 +292,7 @@ def _factor(number: str, parts: Mapping[str, Any], device: torch.device | None, 
 
 
 def _load_corrections(blocks: Mapping[str, Block], saved: Mapping[str, Any], device: torch.device | None) -> None:
-    """Give blocks the eigenvalues that EK-FAC measured, as far as they are in the state."""
+    """Set EK-FAC's eigenvalues on the blocks for which the saved state has them; note a reason on the others."""
     for name, block in blocks.items():
         number = saved["layers"][name].get("correction")
         if number is not None:
@@ -299,7 +302,7 @@ def _load_corrections(blocks: Mapping[str, Block], saved: Mapping[str, Any], dev
 
 
 def _correction(block: Block, parts: Mapping[str, Any], device: torch.device | None) -> Correction:
-    """A saved correction, for the factors of a block."""
+    """EK-FAC's eigenvalues from the saved entry `parts`, checked against the factors of a block."""
     bases = {}
     for side, factor in block.factors.items():
         matrix = parts.get(f"basis_{side}")
@@ -319,5 +322,5 @@ def _correction(block: Block, parts: Mapping[str, Any], device: torch.device | N
 
 
 def _is_matrix(t: Tensor) -> bool:
-    """True for finite real numbers in two dimensions."""
+    """True if `t` has two dimensions and finite float32 or float64 numbers."""
     return t.dim() == 2 and t.dtype in (torch.float32, torch.float64) and bool(t.isfinite().all())

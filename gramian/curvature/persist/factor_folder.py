@@ -29,11 +29,11 @@ from gramian.parallel.sharded_read import ShardedBox, file_header, first_failure
 INDEX = "kfac.json"
 FORMAT = 1
 CUT = ("body", "values")
-"""Parts of a factor with a row for each feature."""
+"""Tensors of a factor that have a row for each feature, and are split by rows over the files."""
 
 
 def _rows(start: int, local: Tensor) -> ShardedBox:
-    """Rows of a tensor, from `start` on."""
+    """The rows `local` of a tensor whose first has the number `start`, as a `ShardedBox`."""
     return ShardedBox([start, *[0] * (local.dim() - 1)], local)
 
 
@@ -41,7 +41,7 @@ def _rows(start: int, local: Tensor) -> ShardedBox:
 
 
 def save(state: CurvatureState, folder: str, exchange: Exchange | None) -> None:
-    """Write a state; all processes, in the same folder. Collective. An error on one process is raised on all."""
+    """Write a state into a new or empty folder, each process its rows. Collective; an error on one is raised on all."""
     place, rank = _path(folder), 0 if exchange is None else exchange.rank
     _on_all(exchange, lambda: _begin(place) if rank == 0 else None)
     entries = factor_file.state_dict(state, gather=False)
@@ -69,7 +69,7 @@ def _begin(place: Path) -> None:
 
 
 def _rows_to_write(entries: dict[str, Any], exchange: Exchange | None) -> dict[str, tuple[ShardedBox, list[int]]]:
-    """{tensor: this process's rows and the shape of all}, taken out of a state; the first process has what is not cut."""
+    """{tensor: (this process's rows, shape of all rows)}, removed from `entries`; the first process has what is not split."""
     found: dict[str, tuple[ShardedBox, list[int]]] = {}
     first = exchange is None or exchange.rank == 0
     for number, parts in entries["factors"].items():
@@ -88,7 +88,7 @@ def _rows_to_write(entries: dict[str, Any], exchange: Exchange | None) -> dict[s
 
 
 def _write(path: Path, parts: Mapping[str, ShardedBox]) -> list[Any]:
-    """[bytes, SHA-256] of the file."""
+    """Write the tensors as one safetensors file and return its [bytes, SHA-256]."""
     from safetensors.torch import save_file
 
     nonempty = {name: rows for name, rows in parts.items() if len(rows.local)}
@@ -104,7 +104,7 @@ def _write(path: Path, parts: Mapping[str, ShardedBox]) -> list[Any]:
 def load(state: CurvatureState, folder: str, root: nn.Module | None, exchange: Exchange | None) -> None:
     """Replace a state by that of a folder, for the model `root` if it is known. Collective; all or nothing changes.
 
-    Any number of processes may have written it. With `"gram"` each process keeps its rows of low-rank sides.
+    Any number of processes may have written it. With `"gram"` each process stores only its rows of low-rank sides.
     """
     place = _path(folder)
     indices: list[dict[str, Any]] = []
@@ -131,7 +131,7 @@ def load(state: CurvatureState, folder: str, root: nn.Module | None, exchange: E
 
 
 def _buffer(name: str, dtype: str, shape: list[int], saved: Mapping[str, Any], exchange: Exchange | None) -> ShardedBox:
-    """Uninitialised memory for the rows that this process needs."""
+    """Uninitialised memory for the rows of tensor `name` that this process needs."""
     number, _, part = name.partition(".")
     size = shape if part in CUT else [torch.Size(shape).numel()]
     start = 0
@@ -180,7 +180,7 @@ def _check(place: Path, files: Mapping[str, list[Any]]) -> None:
 
 
 def _read(place: Path, buffers: Mapping[str, ShardedBox]) -> None:
-    """Fill the buffers; every process by itself."""
+    """Fill the buffers from the files of the folder; not collective."""
     try:
         read_sharded_boxes(place, {name: rows for name, rows in buffers.items() if rows.local.numel()})
     except CheckpointException as failure:
@@ -189,7 +189,7 @@ def _read(place: Path, buffers: Mapping[str, ShardedBox]) -> None:
 
 
 def _on_all(exchange: Exchange | None, do: Callable[[], Any]) -> list[Any]:
-    """The result of every process's own part, in the order of ranks; or the first error, raised on all of them."""
+    """Call `do` on every process and return all results in the order of ranks; the first error is raised on all."""
     result, problem = None, ""
     try:
         result = do()

@@ -31,12 +31,12 @@ from gramian.parallel.sharded_columns import ShardedColumns
 
 
 class Builder:
-    """Makes the factors of one refresh, layer after layer; sides with the same tokens become one factor."""
+    """Builds the factors of one refresh, block after block; sides with the same tokens become one factor."""
 
     def __init__(
         self, options: Options, terms: float, samples: int, estimate: str, local_samples: int, reduction: str
     ) -> None:
-        """Set what all layers share: N loss `terms` and B `samples` of all processes, and `local_samples` of this one.
+        """Set what all blocks share: N loss `terms` and B `samples` of all processes, and `local_samples` of this one.
 
         `estimate` is "empirical" or "mc"; `reduction`: how sums outside K-FAC were joined, "dense", or "" for one process.
         """
@@ -45,7 +45,7 @@ class Builder:
         self._inputs: list[tuple[JoinedTotal, Factor, str]] = []
 
     def kronecker(self, spec: Spec, sums: BlockTotals, place: "Placement") -> Block | None:
-        """The block of a weight; None if no token reached it."""
+        """The K-FAC block of a weight from its joined sums, its factors moved by `place`; None if no token reached it."""
         started = time.perf_counter()
         linear = sums.inputs is not None and (sums.gradients is not None or sums.probabilities is not None)
         if not linear and sums.table_gradients is None:
@@ -92,7 +92,7 @@ class Builder:
         return Block(spec, A, G, facts)
 
     def remainder(self, spec: Spec, total: Tensor, place: "Placement") -> Block:
-        """An exact block or diagonal."""
+        """The exact block or diagonal of a parameter outside K-FAC from its joined sum `total`, moved by `place`."""
         dtype = self.options.storage_dtype(spec.dtype)
         reason = spec.why or "no matrix between tokens"
         facts = Facts(self.samples, self.samples, self.terms, reason_G=reason, estimate=self.estimate)
@@ -104,7 +104,7 @@ class Builder:
     def _input_factor(
         self, spec: Spec, total: JoinedTotal, dtype: torch.dtype, place: "Placement"
     ) -> tuple[Factor, str, str]:
-        """A, the name of the layer it is shared with, and why it has its form."""
+        """The factor A of a block, the name of the block that it is shared with ("" if none), and why it has its form."""
         for other, factor, name in self._inputs:
             if other is total:
                 return factor, name, "the same inputs"
@@ -126,7 +126,7 @@ class Builder:
         return LowRank(_sharded_columns(total, dtype).scaled(total.factor * scale**0.5))
 
     def _softmax_factor(self, total: JoinedTotal, dtype: torch.dtype) -> Factor:
-        """(1/N) Σ w (diag p − p pᵀ): the diagonal and the subtracted part from the same tokens."""
+        """The factor (1/N) Σ w (diag p − p pᵀ): the diagonal and the subtracted part are from the same tokens."""
         scale = _rescaling(total) / self.terms
         if total.form != "low rank":
             return self._moment_factor(total, dtype, scale)
@@ -142,16 +142,16 @@ def _sharded_columns(total: JoinedTotal, dtype: torch.dtype) -> ShardedColumns:
 
 
 class Placement:
-    """Moves factors to their device: as the option says, or ("auto") beside the model while half of its free memory allows."""
+    """Moves factors to their storage device: that of the option, or ("auto") the model's while half its free memory lasts."""
 
     def __init__(self, options: Options, free: int | None) -> None:
-        """`free`: bytes free on the model's device, on the process with the fewest; None: no limit."""
+        """Take the option, and `free`: bytes free on the model's device, on the process with the fewest; None: no limit."""
         self._fixed = None if options.woodbury_store_device == "auto" else torch.device(options.woodbury_store_device)
         self._left = None if free is None or self._fixed is not None else free // 2
         self._offload = Offload()
 
     def __call__(self, factor: Factor) -> Factor:
-        """The factor on its device; a copy from a GPU to the CPU is complete after `settle`."""
+        """Return the factor on its storage device; a copy from a GPU to the CPU is complete only after `settle`."""
         if self._fixed is not None:
             return self._moved(factor, self._fixed)
         if self._left is None:
@@ -166,12 +166,12 @@ class Placement:
         return self._offload(factor) if away else factor.to(device)
 
     def settle(self) -> None:
-        """Wait until every copy is complete, before a factor is read."""
+        """Wait until every copy to the CPU is complete; call it before a factor is read."""
         self._offload.settle()
 
 
 def _most_bytes(factor: Factor) -> int:
-    """Bytes on the process with most of its rows: the same number on all of them."""
+    """Bytes of a factor on the process with most of its rows: the same number on all processes."""
     columns = factor.columns if isinstance(factor, LowRank | DiagonalLowRank) else None
     if not isinstance(columns, ShardedColumns):
         return factor.nbytes
@@ -181,12 +181,12 @@ def _most_bytes(factor: Factor) -> int:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that are free on a GPU, the allocator's cache included; None: the device is not a GPU."""
+    """Bytes that are free on a GPU, the allocator's cache included; None if the device is not a GPU."""
     return free_bytes(device) if device.type == "cuda" else None
 
 
 def _tied(A: Factor, G: Factor, table_G: Factor, counts: Factor) -> tuple[Factor, Factor]:
-    """One Kronecker product for a weight that is head and table: F ≈ G ⊗ A + diag(counts) ⊗ G_table.
+    """One Kronecker product (A, G) for a weight that is head and table: F ≈ G ⊗ A + diag(counts) ⊗ G_table.
 
     Both sides are means of the two uses' sides, each of trace 1, weighted by the traces t of the two products; the sum of
     the traces is preserved, and either use alone is exact. A sum of two Kronecker products is not one, so this approximates.
@@ -246,11 +246,11 @@ def make_blocks(
 
 
 class NotFinite(GramianError):
-    """The sums of a refresh contain NaN or infinity."""
+    """The error for sums of a refresh that contain NaN or infinity."""
 
 
 def _refuse_not_finite(blocks: Mapping[str, Block]) -> None:
-    """One wait for the device for all of them."""
+    """Raise `NotFinite` for the first block whose factors are not finite, after one wait for the device."""
     traces = fetch_traces([factor for block in blocks.values() for factor in block.factors.values()])
     for name, block in blocks.items():
         if not all(math.isfinite(traces[id(factor)]) for factor in block.factors.values()):
@@ -258,7 +258,7 @@ def _refuse_not_finite(blocks: Mapping[str, Block]) -> None:
 
 
 def settle_damping(blocks: Collection[Block], options: Options) -> None:
-    """λ_A, λ_G and π of every block: one wait for the device for all of them."""
+    """Set `block.damping` (λ_A, λ_G and π) of every block from the options and the traces, after one wait for the device."""
     traces = fetch_traces([factor for block in blocks for factor in block.factors.values()])
     for block in blocks:
         A, G = block.A, block.G
@@ -267,17 +267,18 @@ def settle_damping(blocks: Collection[Block], options: Options) -> None:
 
 
 Merged = dict[tuple[int, int], tuple[Factor, float]]
-"""{(old factor, new factor): their average and the trace it lost}: sides that are shared are averaged once."""
+"""{(id of the old factor, of the new one): (their average, the trace it lost)}, so that shared sides are averaged once."""
 
 
 def average(old: Block | None, new: Block, decay: float, most_columns: int, merged: Merged) -> Block:
-    """The debiased moving average: new weight (1-β)/(1-β^k) at the k-th refresh of this block, so nothing is scaled at k = 1.
+    """The new block averaged with the old one: a debiased moving average with decay β over refreshes of this block.
 
-    The average starts anew where the kind of estimate changed (empirical, drawn, exact), which cannot be averaged.
-    Low-rank sides grow by the columns of the new estimate while these are fewer than the rows and than `most_columns`, and are
-    dense from there on. Sides too wide for that, or for memory_budget, keep `most_columns` of them, drawn anew at every
-    refresh: of the old and of the new ones as many as their shares of the average, rescaled. So the average is unbiased and
-    the weight of a column does not grow.
+    The new estimate has weight (1-β)/(1-β^k) at the k-th refresh, so nothing is scaled at k = 1. The average starts anew
+    where the kind of estimate changed (empirical, drawn, exact), which cannot be averaged. Low-rank sides grow by the columns
+    of the new estimate while these are fewer than the rows and than `most_columns`, and are dense from there on. Sides too
+    wide for that, or for memory_budget, keep `most_columns` of them, drawn anew at every refresh: of the old and of the new
+    ones as many as their shares of the average, rescaled. So the average is unbiased and the weight of a column does not
+    grow.
     """
     if old is not None and old.facts.estimate != new.facts.estimate:
         old = None
@@ -303,7 +304,7 @@ def average(old: Block | None, new: Block, decay: float, most_columns: int, merg
 def _mixed(
     before: Factor, factor: Factor, share: float, most_columns: int, key: int, may_be_dense: bool
 ) -> tuple[Factor, float]:
-    """(1-share)·before + share·factor, and the trace that taking a subset of columns cost it (in the mean none)."""
+    """(1-share)·before + share·factor, and the trace that is lost if a subset of columns is taken (on average none)."""
     thin = isinstance(before, LowRank | DiagonalLowRank) and isinstance(factor, LowRank | DiagonalLowRank)
     if not thin or before.rank + factor.rank <= most_columns:
         return merge(before, factor, 1 - share, share), 0.0
@@ -321,13 +322,13 @@ def _mixed(
 
 
 def _subset(columns: int, count: int, key: int, device: torch.device) -> Tensor:
-    """Numbers of `count` random columns, which follow from the key."""
+    """Indices of `count` of `columns` columns, drawn at random from the key and sorted."""
     keys = token_keys(key, torch.zeros(1, dtype=torch.long), columns)[0]
     return keys.topk(count, largest=False).indices.sort().values.to(device)
 
 
 def _most_columns(spec: Spec, sums: BlockTotals) -> dict[str, int]:
-    """{side: columns} where memory_budget sets a limit."""
+    """{"A" or "G": most columns of an average} for the sides on which memory_budget sets a limit."""
     totals = [("A", sums.inputs), ("G", sums.gradients), ("G", sums.probabilities)]
     totals.append(("G" if spec.layout == "table" else "A", sums.table_gradients))
     found: dict[str, int] = {}
@@ -342,5 +343,5 @@ def _count_tokens(facts: Facts, total: JoinedTotal) -> None:
 
 
 def _rescaling(total: JoinedTotal) -> float:
-    """The factor by which a sum over a subset stands for all tokens."""
+    """The factor by which a sum over a subset of the tokens is multiplied to stand for all of them."""
     return total.seen / max(total.stored, 1) if total.keep.limit is not None else 1.0

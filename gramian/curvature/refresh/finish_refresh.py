@@ -28,7 +28,7 @@ from gramian.curvature.state import CurvatureState
 
 
 def finish(state: CurvatureState, cap: KFACCapture) -> None:
-    """Join the sums, make factors of them, and put these in place of the old ones all at once. Collective."""
+    """Join the sums of a capture over processes, build factors, and replace the old ones all at once. Collective."""
     state.capturing = False
     started = time.perf_counter()
     kronecker, remainder = cap.collected()
@@ -146,7 +146,7 @@ def _refuse_uncovered(state: CurvatureState, fresh: Mapping[str, Block]) -> None
 
 
 def _refuse_not_finite(fresh: Mapping[str, Block]) -> None:
-    """Raise for NaN or infinity from a sample outside the subset (`max_tokens`), or from a square beyond float32."""
+    """Raise `NotFinite` for EK-FAC eigenvalues with NaN or infinity: a sample outside the subset, a square beyond float32."""
     corrected = {name: block.correction.values_RS for name, block in fresh.items() if block.correction is not None}
     if not corrected:
         return

@@ -34,38 +34,38 @@ from gramian.linalg.wide import wide
 from gramian.parallel.exchange import Exchange
 
 FLAT = 2**22
-"""Entries up to which sums travel together."""
+"""Most entries of a sum that is sent together with others in one all-reduce."""
 
 
 @dataclass
 class JoinedTotal:
-    """The sum of one side over all tokens of all processes, not scaled yet."""
+    """Σ w x xᵀ over all tokens x of all processes with weights w, for one side of a block, not scaled yet."""
 
     form: Representation
     data: Tensor
-    """The matrix [n, n] of "dense", [n] of "diagonal"; n counts the bias."""
+    """The sum as a matrix [n, n] for "dense", or [n] for "diagonal"; n counts the bias."""
     width: int
     seen: int
     stored: int
     weight: float
-    """Σ w over the stored tokens."""
+    """Sum of the weights w of the tokens in the sum."""
     keep: StoragePolicy
     reason: str
     local: int
-    """Tokens of this process."""
+    """Number of tokens of this process."""
     columns: Tensor | WeightedColumns | None = None
-    """Of "low rank": one per token, [n, T]."""
+    """For "low rank" in place of `data`: one column per token, [n, T]."""
     factor: float = 1.0
-    """A number that columns are still to be multiplied by."""
+    """A number that `columns` are still to be multiplied by."""
     exchange: Exchange | None = None
-    """The processes over which columns are sharded by features; None: all features are here."""
+    """The processes over which `columns` are sharded by features; None: all features are on this process."""
     reduction: str = ""
     """The reduction over processes: "dense", "gather", "gram"; empty: one process."""
 
 
 @dataclass
 class BlockTotals:
-    """Sums of one K-FAC block over all processes."""
+    """Sums of one K-FAC block over all processes, from which its factors are built."""
 
     inputs: JoinedTotal | None
     gradients: JoinedTotal | None
@@ -74,11 +74,11 @@ class BlockTotals:
     counts_V: Tensor | None
     table_weight: float
     sent: dict[str, int]
-    """Bytes that left this process for it, by kind of collective."""
+    """{kind of collective: bytes that left this process to join this block}."""
 
 
 class Join:
-    """Adds sums over processes, block after block. Collective: all processes ask for the same blocks in the same order."""
+    """Adds the sums of a refresh over processes. Collective: all processes ask for the same blocks in the same order."""
 
     def __init__(
         self,
@@ -102,10 +102,10 @@ class Join:
         self._rank = 0 if exchange is None else exchange.rank
         self._inputs: dict[Any, JoinedTotal] = {}
         self._problem = ""
-        """The first error on this process, raised on all of them by `agree`."""
+        """Text of the first error on this process in joining sums, which `agree` reports to all; "": none."""
 
     def block(self, spec: Spec) -> BlockTotals:
-        """Sums of a block over all processes."""
+        """The sums of one K-FAC block over all processes; this process's own sums are freed. Collective."""
         before = self._sent()
         sides = {role: self._side(spec, role) for role in ROLES}
         counts_V, table_weight = self._table(spec)
@@ -116,7 +116,7 @@ class Join:
         return BlockTotals(**sides, counts_V=counts_V, table_weight=table_weight, sent=sent)
 
     def remainder(self, specs: Mapping[str, Spec]) -> dict[str, Tensor]:
-        """Sums of the blocks outside K-FAC: of each that some process has, small ones in one all-reduce."""
+        """{block outside K-FAC: its sum over all processes}, if some process has one; small ones in one all-reduce."""
         if self.exchange is None:
             return dict(self._remainder)
         wanted: dict[str, Tensor] = {}
@@ -129,7 +129,10 @@ class Join:
         return _sum_together(wanted, self.exchange)
 
     def agree(self, problem: str) -> str:
-        """The first problem that a process has, with its sums or otherwise; "" if none has one. A collective."""
+        """Gather one error text per process and return the first as "process r: text"; "" if no process has one.
+
+        A process sends its first error in joining its sums, or else `problem`. Collective over the exchange.
+        """
         problems = [problem] if self.exchange is None else self.exchange.gather_messages(self._problem or problem)
         return next((f"process {rank}: {text}" for rank, text in enumerate(problems) if text), "")
 
@@ -139,7 +142,7 @@ class Join:
     def _part(
         self, make: Callable[[], Tensor] | None, shape: Sequence[int], like: tuple[torch.dtype, torch.device]
     ) -> Tensor:
-        """This process's part of a collective; zeros if it has none, or if making it fails (`agree` raises on all then)."""
+        """This process's tensor for a collective; zeros if it has none, or if `make` fails (`agree` reports the error then)."""
         try:
             if make is not None:
                 return make()
@@ -150,7 +153,7 @@ class Join:
         return torch.zeros(*shape, dtype=like[0], device=like[1])
 
     def _side(self, spec: Spec, role: str) -> JoinedTotal | None:
-        """The total of a side; None if no token of any process reached it."""
+        """The sum of one side (`role`) of a block over all processes; None if no token of any process reached it."""
         reports = self._side_reports[spec.name, role]
         with_tokens = [side for side in reports if side is not None and side.stored]
         if not with_tokens:
@@ -205,7 +208,7 @@ class Join:
         keep: StoragePolicy,
         device: torch.device,
     ) -> tuple[list[int], float]:
-        """Tokens that each process keeps, and Σ w over all of them; this process drops its tokens outside the subset.
+        """Numbers of tokens that each process keeps, and Σ w of them all; this process drops its tokens outside the subset.
 
         Together they keep the `limit` tokens with the smallest keys of all processes. The keys travel: 8 bytes a token.
         """
@@ -237,7 +240,7 @@ class Join:
         bias: bool,
         device: torch.device,
     ) -> None:
-        """The rows of all processes: all of their features, or this process's share of them."""
+        """Set `total.columns` to the rows of all processes: all of their features, or this process's share of them."""
         if self.exchange is None:
             assert moment is not None
             total.columns = moment.columns(bias)
@@ -262,7 +265,7 @@ class Join:
         total.columns = rows.mT
 
     def _table(self, spec: Spec) -> tuple[Tensor | None, float]:
-        """Σ w per row of a table, and Σ w."""
+        """Summed weights of lookups over processes, by table row [V] and of all rows; (None, 0) without a table."""
         reports = [report[spec.name] for report in self._table_reports if spec.name in report]
         if not reports:
             return None, 0.0
@@ -277,7 +280,7 @@ class Join:
 
 
 def _reason(form: str, softmax: bool, width: int, keep: StoragePolicy, stored: int, seen: int, as_matrix: bool) -> str:
-    """Why a side has its form, for the record."""
+    """A text for the record that says why a side is dense, low rank or diagonal."""
     if form == "diagonal":
         why = keep.why or f"wider than {WIDEST_DENSE} and low rank is off"
         return f"exact, its diagonal: {why}" if softmax else why
@@ -292,7 +295,7 @@ def _reason(form: str, softmax: bool, width: int, keep: StoragePolicy, stored: i
 
 
 def _sum_together(wanted: Mapping[str, Tensor], exchange: Exchange) -> dict[str, Tensor]:
-    """Σ over processes of every tensor: small ones of a dtype in one all-reduce."""
+    """{name: tensor summed over processes}: small ones of a dtype in one all-reduce."""
     found: dict[str, Tensor] = {}
     small: dict[torch.dtype, list[str]] = {}
     for name, t in wanted.items():

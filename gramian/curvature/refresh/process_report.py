@@ -16,31 +16,31 @@ from gramian.curvature.estimate.kronecker_sums import BlockSums
 from gramian.curvature.estimate.token_moments import TokenMoment, same_sums
 
 ROLES = ("inputs", "gradients", "probabilities", "table_gradients")
-"""Names of the sides of a block, as in `BlockSums`."""
+"""Names of the sums of a block, attributes of `BlockSums`."""
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """One side of a block on one process: plain values, in this order."""
+    """Facts on the sum of one side of a block on one process, as plain values that are sent in this order."""
 
     width: int
     seen: int
     stored: int
-    """Tokens in the sum, after any subset."""
+    """Number of tokens in the sum, after any subset was taken."""
     weight: float
-    """Σ w over the stored tokens."""
+    """Sum of the weights w of the tokens in the sum."""
     weighted: bool
     keep: tuple[int, int | None, bool, str]
     dtype: str
-    """Of sums and widened rows."""
+    """Name of the dtype of the sum, or of its rows once they are converted to float32 or float64."""
     plain: tuple[str, float] | None
-    """Dtype and factor of rows that can travel as they came."""
+    """(dtype name, factor) of rows that can be sent unchanged; None: they have weights or several parts."""
     group: int
-    """The first block with the same inputs on this process."""
+    """Number of the first block on this process that has the same inputs."""
 
 
 def sums_report(kronecker: Mapping[str, BlockSums], remainder: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The report of this process on its sums. One wait for the device."""
+    """A JSON-able report on this process's sums, from which all processes decide how to join them. One wait for the device."""
     slots = [(name, getattr(block, role)) for name, block in kronecker.items() for role in ROLES]
     moments = [moment for _, moment in slots if moment is not None]
     tables = {name: block for name, block in kronecker.items() if block.counts_V is not None}
@@ -63,13 +63,13 @@ def sums_report(kronecker: Mapping[str, BlockSums], remainder: Mapping[str, Tens
 
 
 def read_side(values: Sequence[Any]) -> RankReport:
-    """A report of one side as it arrives: with tuples where JSON has lists."""
+    """The `RankReport` in a received list of values, with tuples where JSON has lists."""
     plain: list[Any] = [tuple(value) if isinstance(value, list) else value for value in values]
     return RankReport(*plain)
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype of a report's name for it."""
+    """The torch dtype with this name, such as "float32"."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
@@ -101,7 +101,7 @@ def _side_report(moment: TokenMoment, weight: float, group: int) -> RankReport:
 
 
 def _input_groups(kronecker: Mapping[str, BlockSums]) -> dict[str, int]:
-    """{block: number of the first block whose inputs are the same numbers}."""
+    """{block: number of the first block whose inputs are the same tensors}."""
     firsts: list[tuple[int, TokenMoment]] = []
     found: dict[str, int] = {}
     for number, (name, block) in enumerate(kronecker.items()):
@@ -114,7 +114,7 @@ def _input_groups(kronecker: Mapping[str, BlockSums]) -> dict[str, int]:
 
 
 def _fetch(values: Sequence[float | Tensor]) -> list[float]:
-    """Numbers, those on a device all at once."""
+    """The values as floats; those on a device are fetched all at once."""
     waiting = [value.double() for value in values if isinstance(value, Tensor)]
     fetched = iter(torch.stack([value.to(waiting[0].device) for value in waiting]).tolist() if waiting else [])
     return [next(fetched) if isinstance(value, Tensor) else float(value) for value in values]

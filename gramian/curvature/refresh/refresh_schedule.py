@@ -16,7 +16,7 @@ from gramian.parallel.rendezvous import Rendezvous, next_number
 
 
 def model_exchange(state: CurvatureState, model: nn.Module) -> Exchange | None:
-    """The processes that will add their sums to this one's, as they are now; None: this one alone."""
+    """Collectives among the processes that will add their sums to this one's, found now; None: this process alone."""
     root = module_of(model)
     group = group_of(model, root, state.process_group)
     state.world_size = world_size(group)
@@ -30,13 +30,13 @@ def model_exchange(state: CurvatureState, model: nn.Module) -> Exchange | None:
 
 
 def default_exchange(state: CurvatureState) -> Exchange | None:
-    """The processes of the user's group, or all, where no model is known to find them by; None: this one alone."""
+    """Collectives among the user's process group, or all processes, where no model is known; None: this process alone."""
     joined = state.options.kfac_distributed_reduce != "none"
     return exchange_of(state.process_group, torch.device("cpu")) if joined else None
 
 
 def begin_step(state: CurvatureState, force: bool, exchange: Exchange | None) -> bool:
-    """Count a step; True if it refreshes. This is the only counter there is, and the same on all processes."""
+    """Count a step, draw its seeds if it refreshes, and return whether it does. The counter is the same on all processes."""
     step, state.steps = state.steps, state.steps + 1
     due = state.last_refresh is None or step - state.last_refresh >= state.options.update_freq
     due = due or force
@@ -48,7 +48,7 @@ def begin_step(state: CurvatureState, force: bool, exchange: Exchange | None) ->
 
 
 def reject_step(state: CurvatureState, due: bool, exchange: Exchange | None, error: GramianError) -> None:
-    """Undo a step whose arguments were refused, unless other processes counted it: then they learn why this one is absent."""
+    """Undo a step whose arguments were wrong, unless other processes counted it: then they learn why this one is absent."""
     if exchange is None:
         state.steps -= 1
         assert state.generator_before_step is not None
@@ -58,7 +58,7 @@ def reject_step(state: CurvatureState, due: bool, exchange: Exchange | None, err
 
 
 def drop_refresh(state: CurvatureState, reason: str, lenient: bool = False) -> None:
-    """Record that a refresh failed and the factors are those from before; `lenient`: an error under `strict` alone."""
+    """Record and log that a refresh failed and the old factors stay; if `lenient` and the option `strict`, raise."""
     state.capturing = False
     again = bool(state.dropped) and state.dropped[-1]["step"] == state.steps - 2
     state.dropped.append({"step": state.steps - 1, "reason": reason})
@@ -68,19 +68,19 @@ def drop_refresh(state: CurvatureState, reason: str, lenient: bool = False) -> N
 
 
 def fail_refresh(state: CurvatureState, exchange: Exchange | None, reason: str, detail: str = "") -> None:
-    """Drop a refresh because of an error that goes on to the user, and let all other processes raise as well."""
+    """Record a failed refresh whose error this process raises, and let all other processes raise as well."""
     drop_refresh(state, reason)
     if exchange is not None:
         refresh_rendezvous(state, exchange).decline(reason + detail)
 
 
 def refresh_rendezvous(state: CurvatureState, exchange: Exchange, back: int = 0) -> Rendezvous:
-    """Where processes announce that they will join their sums; `back`: that of so many refreshes before."""
+    """The `Rendezvous` at which processes announce that they will join their sums, of the refresh `back` before this one."""
     if state.group_number is None or state.group_number[0] is not exchange.group:
         state.group_number = (exchange.group, next_number(exchange.group))
     return Rendezvous(exchange.group, f"K-FAC {state.group_number[1]}, refresh {state.shared_refreshes - back}")
 
 
 def draw_seed(generator: torch.Generator) -> int:
-    """The next seed, in [0, 2⁶²)."""
+    """Draw the next seed from a generator, an integer in [0, 2⁶²)."""
     return int(torch.randint(2**62, (), generator=generator))

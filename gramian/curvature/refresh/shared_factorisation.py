@@ -31,7 +31,7 @@ from gramian.parallel.exchange import Exchange
 
 @dataclass(frozen=True)
 class FactorisationTask:
-    """One factorisation."""
+    """One factorisation (`what`: "eigen" or "solve") of one side of a block, which one process computes."""
 
     block: Block
     side: str
@@ -39,45 +39,45 @@ class FactorisationTask:
 
     @property
     def factor(self) -> Factor:
-        """The factor that it factorises."""
+        """The factor that this task factorises."""
         return self.block.holder(self.side, self.what)
 
     @property
     def damping(self) -> float:
-        """λ of the side."""
+        """λ that is added to this task's side."""
         assert self.block.damping is not None
         return self.block.damping.lambda_A if self.side == "A" else self.block.damping.lambda_G
 
     @property
     def sharded(self) -> bool:
-        """True if the matrix is a sum over processes."""
+        """True if the matrix to factorise is a sum over processes, because the factor's rows are sharded."""
         factor = self.factor
         return isinstance(factor, LowRank | DiagonalLowRank) and factor.columns.others is not None
 
     def sum_gram(self) -> None:
-        """Form the matrix, which stays in memory until it is factorised. Collective."""
+        """Form the Gram matrix that is factorised, summed over processes; it stays in memory until then. Collective."""
         factor = self.factor
         assert isinstance(factor, LowRank)
         factor.columns.gram(exact=self.what == "eigen" or not factor.coarse(self.damping))
 
 
 class SharedFactorisation:
-    """Assigns the factorisations of one refresh to processes, and remembers which exist."""
+    """Assigns the factorisations of one refresh to processes, and remembers which were computed."""
 
     def __init__(self, exchange: Exchange | None) -> None:
-        """Begin without any; `exchange`: the processes that have the same factors; None: all work is done here."""
+        """Begin without factorisations; `exchange`: the processes that have the same factors; None: this process alone."""
         self.exchange = exchange
         self.here = 0
-        """Factorisations that this process computed for all."""
+        """Number of factorisations that this process computed for all."""
         self.all = 0
-        """Factorisations of all processes."""
+        """Number of factorisations that all processes computed together."""
         self._asked: set[tuple[Any, ...]] = set()
         self._done: set[tuple[Any, ...]] = set()
 
     def factorise(
         self, blocks: Mapping[str, Block], dtypes: Mapping[str, torch.dtype], power: float, first_jitter: float
     ) -> None:
-        """Compute the factorisations that (F + damping)^power uses. Collective; repeated calls cost nothing.
+        """Compute and share the factorisations that (F + damping)^power uses. Collective; repeated calls cost nothing.
 
         The blocks are the same on all processes; `dtypes`: {name: dtype in which a block is multiplied with its gradient}.
         """
@@ -127,7 +127,7 @@ class SharedFactorisation:
         self.here, self.all = self.here + len(mine), self.all + len(tasks)
 
     def _run(self, task: FactorisationTask, dtype: torch.dtype, power: float, first_jitter: float) -> str:
-        """Compute a factorisation here; "" or the error."""
+        """Compute a factorisation on this process; return the text of an error, or ""."""
         assert task.block.damping is not None
         try:
             if task.what == "solve":
@@ -142,7 +142,7 @@ class SharedFactorisation:
     def _broadcast(
         self, task: FactorisationTask, owner: int, about: Mapping[str, Any], given: Sequence[Tensor]
     ) -> None:
-        """Send a factorisation from its owner to all processes."""
+        """Send a factorisation from the process `owner`, which computed it, to all others, which store it."""
         assert self.exchange is not None
         factor, taken = task.factor, []
         for number, (shape, dtype) in enumerate(about["tensors"]):
@@ -153,13 +153,13 @@ class SharedFactorisation:
 
 
 def _request(call: tuple[Any, ...]) -> list[list[str]]:
-    """A call as a JSON value."""
+    """The call (power, (block, dtype), ...) as a JSON value."""
     power, *blocks = call
     return [["power", str(power)], *([name, str(dtype).removeprefix("torch.")] for name, dtype in blocks)]
 
 
 def _refuse_different(requests: Sequence[Sequence[Sequence[str]]]) -> None:
-    """Raise, on all processes, if they do not ask for the same: they would wait for each other in different collectives."""
+    """Raise a GramianError, on all processes, if their requests differ: they would wait in different collectives."""
     for rank, request in enumerate(requests):
         if request != requests[0]:
             different = {tuple(entry) for entry in request} ^ {tuple(entry) for entry in requests[0]}
@@ -171,7 +171,7 @@ def _refuse_different(requests: Sequence[Sequence[Sequence[str]]]) -> None:
 
 
 def assign(costs: Sequence[float], size: int) -> list[int]:
-    """The process of each task: the most expensive first, each to the least loaded; no load exceeds Σ/W + the largest."""
+    """The process of each task: the most expensive first, each to the least loaded; no load exceeds Σ costs/W + the largest."""
     loads, found = [0.0] * size, [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         found[i] = min(range(size), key=lambda rank: (loads[rank], rank))
@@ -180,7 +180,7 @@ def assign(costs: Sequence[float], size: int) -> list[int]:
 
 
 def _wanted(blocks: Mapping[str, Block], power: float) -> list[tuple[str, str, What]]:
-    """Each factorisation once, as JSON values."""
+    """(block name, side, "eigen" or "solve") of each factorisation that this power uses, each factor once."""
     found: dict[tuple[int, What], tuple[str, str, What]] = {}
     dampings: dict[int, set[float]] = {}
     for name, block in blocks.items():
@@ -202,7 +202,7 @@ def _free_gram(factor: Factor) -> None:
 
 
 def _result(task: FactorisationTask, problem: str) -> tuple[list[Tensor], dict[str, Any]]:
-    """The tensors of a factorisation, and a JSON-able description of them."""
+    """The tensors of a factorisation, and a JSON-able description of them or of the `problem`."""
     if not problem:
         try:
             tensors, work = made(task.factor, task.what)

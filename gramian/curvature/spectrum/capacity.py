@@ -48,7 +48,7 @@ HEURISTIC = "heuristic: √(trace/n), no bound"
 
 
 class SpectrumEstimate(NamedTuple):
-    """A number and its error bound; 0: exact up to rounding."""
+    """A number and a bound on its error; 0: exact up to rounding."""
 
     value: float
     error: float = 0.0
@@ -56,20 +56,20 @@ class SpectrumEstimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Sums over the eigenvalues of one or several blocks, relative to the largest."""
+    """Sums over the eigenvalues λ of one block or several, relative to the largest, λ_max."""
 
     largest: float
     log_largest: float
-    """-inf: all eigenvalues are zero."""
+    """log λ_max; -inf: all eigenvalues are zero."""
     log_smallest: float
     log_smallest_bound: float
-    """Upper bound of `log_smallest`; equal to it where that is exact."""
+    """Upper bound of `log_smallest`, the log of the smallest eigenvalue; equal to it where that is exact."""
     mass: float
-    """Σ λ/λ_max."""
+    """Σ λ/λ_max over all eigenvalues λ, λ_max the largest."""
     squares: float
-    """Σ (λ/λ_max)²."""
+    """Σ (λ/λ_max)² over all eigenvalues λ, λ_max the largest."""
     entropy: SpectrumEstimate
-    """In nats."""
+    """Entropy −Σ p log p of p = λ/Σλ over all eigenvalues λ, in nats."""
     log_det: SpectrumEstimate
     effective_dimension: SpectrumEstimate
     numerical_rank: SpectrumEstimate
@@ -78,14 +78,14 @@ class Spectrum:
 
     @property
     def log_trace(self) -> float:
-        """log Σ λ."""
+        """log Σ λ, the logarithm of the trace."""
         return self.log_largest + (math.log(self.mass) if self.mass else 0.0)
 
 
 def capacity_metrics(
     blocks: Mapping[str, Block], damping: float, n: float | None, coverage: Mapping[str, float], group: Exchange | None
 ) -> dict[str, Any]:
-    """{"layers": {name: metrics}, "model": metrics and coverage} for F + λI. Collective.
+    """{"layers": {name: metrics}, "model": metrics and coverage} of the blocks' Fisher, λ = `damping`. Collective.
 
     `n` is the number of samples for pac_bayes (None: without it), `group` the processes that have the same factors.
     """
@@ -135,7 +135,7 @@ def coverage_of(specs: Mapping[str, Spec], blocks: Mapping[str, Block], rest: Ma
 
 
 def _check_same_request(group: Exchange | None, request: Mapping[str, Any]) -> None:
-    """Raise, on all processes, if requests differ: processes would wait for each other in different collectives."""
+    """Raise a GramianError, on all processes, if their requests differ: they would wait in different collectives."""
     if group is None:
         return
     first, *rest = group.gather_messages(request)
@@ -152,13 +152,13 @@ def _check_same_request(group: Exchange | None, request: Mapping[str, Any]) -> N
 
 
 def _factors(blocks: Mapping[str, Block]) -> list[Factor]:
-    """The factors of blocks without EK-FAC's own eigenvalues, each once."""
+    """The factors of the blocks whose eigenvalues are K-FAC's, not EK-FAC's, each factor once."""
     plain = [block for block in blocks.values() if block.correction is None]
     return list({id(f): f for block in plain for f in block.factors.values()}.values())
 
 
 def _pair(block: Block, sides: Mapping[int, SideSpectrum]) -> tuple[SideSpectrum, SideSpectrum]:
-    """The two spectra whose products are the block's eigenvalues."""
+    """The spectra of A and G whose products are the block's eigenvalues; (1, all eigenvalues) for EK-FAC."""
     if block.correction is not None:
         values = block.correction.values_RS
         return ONE, SideSpectrum.of(
@@ -168,7 +168,7 @@ def _pair(block: Block, sides: Mapping[int, SideSpectrum]) -> tuple[SideSpectrum
 
 
 def _measure(A: SideSpectrum, G: SideSpectrum, damping: float, widest: int, device: torch.device) -> Spectrum:
-    """Sums over the eigenvalues of G ⊗ A, whose wider side is `widest`."""
+    """The `Spectrum` of G ⊗ A from those of both sides, at λ = `damping`; `widest`: the larger of both sides."""
     rtol = max(widest * max(A.eps, G.eps), A.noise + G.noise)
 
     def sums(a: Values, g: Values) -> tuple[float, float, float]:
@@ -193,7 +193,7 @@ def _measure(A: SideSpectrum, G: SideSpectrum, damping: float, widest: int, devi
 
 
 def _estimates(A: SideSpectrum, G: SideSpectrum, function: Any) -> list[SpectrumEstimate]:
-    """A function of two spectra; where one is a quadrature, the mean over its probes."""
+    """Every value of `function` of two spectra; where one is a quadrature, the mean over its probes, with an error."""
     fine = list(zip(*(function(a, g) for a, g in _pairs(A.parts, G.parts)), strict=True))
     if not (A.coarse or G.coarse):
         return [SpectrumEstimate(values[0]) for values in fine]
@@ -203,7 +203,7 @@ def _estimates(A: SideSpectrum, G: SideSpectrum, function: Any) -> list[Spectrum
 
 
 def _pairs(left: Sequence[Values], right: Sequence[Values]) -> list[tuple[Values, Values]]:
-    """Spectra of equal probes; a spectrum without probes is paired with each."""
+    """(left, right) spectra of equal probes; a spectrum without probes is paired with each probe of the other."""
     count = max(len(left), len(right))
     return [(left[i % len(left)], right[i % len(right)]) for i in range(count)]
 
@@ -214,7 +214,7 @@ def _mean(fine: Sequence[float], coarse: Sequence[float]) -> SpectrumEstimate:
 
 
 def _entropy(side: SideSpectrum) -> SpectrumEstimate:
-    """−Σ p log p with p = σ/Σσ: log Σs − Σ s log s/Σs with s = σ/σ_max."""
+    """The entropy −Σ p log p of a side's eigenvalues σ, p = σ/Σσ: log Σs − Σ s log s/Σs with s = σ/σ_max."""
     if not side.mass:
         return SpectrumEstimate(0.0)
 
@@ -232,12 +232,12 @@ def _log(value: float) -> float:
 
 
 def _exp(value: float) -> float:
-    """exp, infinity beyond float64."""
+    """exp(value) as a float; infinity beyond the range of float64."""
     return float(torch.tensor(value, dtype=torch.float64).exp())
 
 
 def _log_sum(a: float, b: float) -> float:
-    """log(exp a + exp b)."""
+    """log(exp a + exp b), without overflow."""
     return max(a, b) + math.log1p(math.exp(-abs(a - b)))
 
 
@@ -245,7 +245,7 @@ def _log_sum(a: float, b: float) -> float:
 
 
 def _together(blocks: Sequence[Spectrum]) -> Spectrum:
-    """Sums over the eigenvalues of a block-diagonal matrix."""
+    """The `Spectrum` of a block-diagonal matrix from those of its blocks."""
     top = max(blocks, key=lambda block: block.log_largest)
     some = [block for block in blocks if block.log_largest > -math.inf]
     scales = [math.exp(block.log_largest - top.log_largest) for block in some]
@@ -277,7 +277,7 @@ def _sum(estimates: Sequence[SpectrumEstimate]) -> SpectrumEstimate:
 
 
 def _report(spectrum: Spectrum, damping: float, n: float | None) -> dict[str, Any]:
-    """{metric: value}, with an entry "error" for metrics that are not exact."""
+    """{metric: value} of a spectrum at λ = `damping`, with an entry "error" for metrics that are not exact."""
     zero = spectrum.log_largest == -math.inf
     trace = spectrum.largest * spectrum.mass
     entropy_rank = 0.0 if zero else math.exp(spectrum.entropy.value)

@@ -31,42 +31,42 @@ from gramian.parallel.exchange import Exchange
 
 @dataclass(frozen=True)
 class SideSpectrum:
-    """The spectrum of one side, relative to σ_max; σ_max = 0 only if all eigenvalues are zero."""
+    """The eigenvalues σ of one side (A or G), relative to σ_max; σ_max = 0 only if all eigenvalues are zero."""
 
     dim: int
     largest: float
-    """σ_max."""
+    """σ_max, the largest eigenvalue."""
     smallest: float
-    """σ_min, or a lower bound."""
+    """σ_min, the smallest eigenvalue, or a lower bound of it."""
     mass: float
-    """Σ σ/σ_max."""
+    """Σ σ/σ_max over all eigenvalues σ, σ_max the largest."""
     squares: float
-    """Σ (σ/σ_max)²."""
+    """Σ (σ/σ_max)² over all eigenvalues σ, σ_max the largest."""
     parts: tuple[Values, ...]
-    """The eigenvalues; for an estimate one quadrature per probe."""
+    """All eigenvalues as one `Values`; for an estimate one quadrature per random probe."""
     coarse: tuple[Values, ...] = ()
-    """Quadratures after half the steps; empty for exact eigenvalues."""
+    """Quadratures after half the Lanczos steps, which show the error; empty for exact eigenvalues."""
     largest_error: float = 0.0
     smallest_error: float = 0.0
     eps: float = torch.finfo(torch.float64).eps
     """Machine epsilon of the dtype in which the matrix was summed."""
     noise: float = 0.0
-    """Bound on a zero eigenvalue after the rounding of the stored matrix, relative to σ_max."""
+    """Largest value, relative to σ_max, that a zero eigenvalue may have after the matrix was rounded for storage."""
 
     @classmethod
     def of(cls, values: Values, eps: float = torch.finfo(torch.float64).eps) -> "SideSpectrum":
-        """From all eigenvalues."""
+        """The spectrum of a side from all its eigenvalues; `eps`: machine epsilon of the dtype of its matrix."""
         relative = values.positive_R / values.largest if values.largest else values.positive_R
         mass, squares = float(relative.sum()), float(relative.square().sum())
         return cls(values.dim, values.largest, values.smallest, mass, squares, (values,), eps=eps)
 
 
 ONE = SideSpectrum.of(Values.of(torch.ones(1, dtype=torch.float64)))
-"""The spectrum of A for a block that is not a Kronecker product."""
+"""The spectrum {1} that stands for A in a block that is not a Kronecker product."""
 
 
 def sides_of(factors: Sequence[Factor], group: Exchange | None) -> dict[int, SideSpectrum]:
-    """{id of a factor: its spectrum}, without factors that `is_estimated`. Collective; an error of one process is one of all.
+    """{id of a factor: its `SideSpectrum`}, without those that must be estimated. Collective; an error is raised on all.
 
     W matrices at a time, the largest first: every process of the group decomposes one and sends its eigenvalues to all.
     """
@@ -89,12 +89,15 @@ def sides_of(factors: Sequence[Factor], group: Exchange | None) -> dict[int, Sid
 
 
 def is_estimated(one: Factor) -> bool:
-    """True if a side is too wide for a dense matrix and no smaller matrix has the same eigenvalues."""
+    """True if a factor is too wide for a dense matrix and no smaller matrix has the same eigenvalues."""
     return isinstance(one, DiagonalLowRank) and one.dim > factor.WIDEST_DENSE
 
 
 def estimate(one: Factor) -> SideSpectrum:
-    """The spectrum of such a side: trace and Frobenius norm exact, the rest with errors. Collective for sharded rows."""
+    """The spectrum of a factor that `is_estimated`: trace and Frobenius norm exact, the rest with errors.
+
+    Collective for sharded rows.
+    """
     assert isinstance(one, DiagonalLowRank)
     trace, frobenius = float(one.trace()), float(one.frobenius())
     one.columns.forget()
@@ -120,7 +123,7 @@ def estimate(one: Factor) -> SideSpectrum:
 
 
 def leading(one: Factor, k: int) -> Values:
-    """The k largest eigenvalues of such a side, with `work.error_bound`. Collective for sharded rows."""
+    """The k largest eigenvalues of a factor that `is_estimated`; sets `work.error_bound`. Collective for sharded rows."""
     assert isinstance(one, DiagonalLowRank)
     values, residual = wide_side_spectra.leading(one, min(k, one.dim))
     one.work.error_bound = residual / float(values[0]) if float(values[0]) else 0.0
@@ -128,7 +131,7 @@ def leading(one: Factor, k: int) -> Values:
 
 
 def _round(together: Sequence[Dense | LowRank | DiagonalLowRank], group: Exchange | None) -> list[Tensor]:
-    """Eigenvalues, descending, of at most as many factors as there are processes."""
+    """Eigenvalues, descending, of each of the factors, at most one per process. Collective."""
     if group is None:
         return [_eigenvalues(_matrix(one)) for one in together]
     mine: Tensor | None = None
@@ -152,7 +155,7 @@ def _round(together: Sequence[Dense | LowRank | DiagonalLowRank], group: Exchang
 
 
 def _matrix(one: Dense | LowRank | DiagonalLowRank) -> Tensor:
-    """The float64 matrix with the factor's nonzero eigenvalues. Collective for sharded rows."""
+    """A float64 matrix that has the factor's nonzero eigenvalues: M, or UᵀU if M = U Uᵀ. Collective for sharded rows."""
     where, cpu = one.stored.home or one.stored.body.device, torch.device("cpu")
     roomy = _has_room(where, _side(one))
     if isinstance(one, LowRank):
@@ -166,7 +169,7 @@ def _matrix(one: Dense | LowRank | DiagonalLowRank) -> Tensor:
 
 
 def _eigenvalues(matrix_NN: Tensor) -> Tensor:
-    """All eigenvalues, descending, on the CPU; computed on the matrix's device if it has room. 4n³/3 FLOPs."""
+    """All eigenvalues of a matrix, descending, on the CPU; computed on its device if there is room. 4n³/3 FLOPs."""
     if not bool(matrix_NN.isfinite().all()):
         raise GramianError("eigenvalues: the matrix holds NaN or infinity; expected finite numbers")
     here, cpu = matrix_NN.device, torch.device("cpu")
@@ -192,7 +195,7 @@ def _has_room(device: torch.device, n: int) -> bool:
 
 
 def _side(one: Factor) -> int:
-    """The side of the matrix that is decomposed."""
+    """Side of the matrix that is decomposed for a factor: its rank if it is low rank, else its dimension."""
     return one.rank if isinstance(one, LowRank) else one.dim
 
 
@@ -208,7 +211,7 @@ def _rounding(one: Factor) -> float:
 
 
 def _with_noise(side: SideSpectrum, one: Factor) -> SideSpectrum:
-    """The spectrum with the noise of storing: ‖E‖_F for a matrix stored with error E, ‖E‖_F² for columns."""
+    """The spectrum with `noise` set from the error E of storing: ‖E‖_F for a matrix, ‖E‖_F² for low-rank columns."""
     error = float(one.quantisation_error)
     noise = (error / 2) ** 2 * side.mass if isinstance(one, LowRank) else error * side.squares**0.5
     return replace(side, noise=noise)

@@ -21,15 +21,15 @@ class Values:
     """Positive eigenvalues of one side with their multiplicities; all other directions have the eigenvalue 0."""
 
     positive_R: Tensor
-    """σ > 0, descending, float64 on the CPU."""
+    """Eigenvalues σ > 0, descending, float64 on the CPU."""
     dim: int
-    """n, the number of directions, zeros included."""
+    """n, the number of all eigenvalues, zeros included."""
     weights_R: Tensor | None = None
-    """Multiplicities, float64 (fractions for a quadrature); None: 1."""
+    """Multiplicities of the eigenvalues, float64 (fractions for a quadrature); None: all are 1."""
 
     @classmethod
     def of(cls, values_R: Tensor, dim: int | None = None, weights_R: Tensor | None = None) -> "Values":
-        """The positive values, sorted; `dim` None: n is the number of values."""
+        """The positive ones of these eigenvalues, sorted; `dim`: number of all eigenvalues, None: the number of values."""
         values, order = values_R.detach().to("cpu", torch.float64).sort(descending=True)
         count = int((values > 0).sum())
         weights = None if weights_R is None else weights_R.to("cpu", torch.float64)[order[:count]]
@@ -37,22 +37,22 @@ class Values:
 
     @property
     def count(self) -> float:
-        """The number of positive eigenvalues."""
+        """Number of positive eigenvalues, by their multiplicities."""
         return float(len(self.positive_R)) if self.weights_R is None else float(self.weights_R.sum())
 
     @property
     def largest(self) -> float:
-        """σ_max."""
+        """The largest eigenvalue; 0 if none is positive."""
         return float(self.positive_R[0]) if len(self.positive_R) else 0.0
 
     @property
     def smallest(self) -> float:
-        """σ_min."""
+        """The smallest eigenvalue; 0 if some are not positive."""
         return float(self.positive_R[-1]) if len(self.positive_R) == self.dim else 0.0
 
 
 def damped_sums(left: Values, right: Values, damping: float, device: torch.device | None = None) -> tuple[float, float]:
-    """Σ log(σα + λ) and Σ σα/(σα + λ) over all n·m products: log det and effective dimension of F + λI.
+    """Σ log(σα + λ) and Σ σα/(σα + λ) over all products of two spectra σ, α: log det and effective dimension of F + λI.
 
     Computed on `device` (None: the CPU). Cost: R·S logarithms and exponentials, 3·8·`CHUNK` bytes.
     """
@@ -69,7 +69,7 @@ def damped_sums(left: Values, right: Values, damping: float, device: torch.devic
 
 
 def count_above(left: Values, right: Values, share: float) -> float:
-    """The number of products above a share of the largest one. O((R + S) log S), no product is formed."""
+    """Number of products σα of two spectra above `share` times the largest. O((R + S) log S), no product is formed."""
     if not (len(left.positive_R) and len(right.positive_R)):
         return 0.0
     sigma, alpha = (side.positive_R / side.positive_R[0] for side in (left, right))
@@ -81,7 +81,7 @@ def count_above(left: Values, right: Values, share: float) -> float:
 
 
 def largest_products(pairs: Sequence[tuple[Values, Values]], k: int) -> list[float]:
-    """The k largest σ_iα_j of several pairs of spectra without weights, descending, padded with zeros.
+    """The k largest products σ_iα_j of several pairs of spectra without weights, descending, padded with zeros.
 
     A heap over sorted spectra: (i, j) is followed by (i, j+1), and (i, 0) also by (i+1, 0). O(k log k).
     """
@@ -101,7 +101,7 @@ def largest_products(pairs: Sequence[tuple[Values, Values]], k: int) -> list[flo
 
 
 def _tiles(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
-    """Tiles of a matrix of at most `CHUNK` entries."""
+    """(rows, columns) slices that cover a matrix in tiles of at most `CHUNK` entries."""
     wide = max(1, min(columns, CHUNK))
     high = max(1, CHUNK // wide)
     for top in range(0, rows, high):

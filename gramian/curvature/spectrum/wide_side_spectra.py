@@ -17,28 +17,28 @@ from gramian.linalg.spectra.operator import Operator
 
 PROBES, STEPS, SEED = 16, 80, 0
 BLOCK, RESIDUAL = 4, 1e-7
-"""Block Lanczos: columns of a product, and the residual relative to σ_max at which it stops."""
+"""Block Lanczos: number of columns of a product, and the residual relative to σ_max at which it stops."""
 
 
 class WideSide(Operator):
-    """M = diag(d) ± U Uᵀ as an operator."""
+    """A factor M = diag(d) ± U Uᵀ as an operator."""
 
     def __init__(self, factor: DiagonalLowRank) -> None:
         self.factor, self.dim, self.dtype = factor, factor.dim, torch.float64
         self.device = factor.stored.home or factor.stored.body.device
 
     def matmat(self, y_NK: Tensor) -> Tensor:
-        """M Y = d ⊙ Y ± U(UᵀY), float64 on Y's device. 4·n·r·k FLOPs; collective for sharded rows of U."""
+        """M Y = d ⊙ Y ± U(UᵀY) for Y [n, k], float64 on Y's device. 4·n·r·k FLOPs; collective for sharded rows of U."""
         image = self.factor.columns.times(self.factor.columns.transposed_times(y_NK))
         return image.mul_(self.factor.sign).addcmul_(self.factor.values_N.to(y_NK)[:, None], y_NK)
 
 
 def quadrature(factor: DiagonalLowRank) -> tuple[tuple[Values, ...], tuple[Values, ...]]:
-    """Stochastic Lanczos quadrature of M: nodes and weights by probe, after K steps and after K/2 of them.
+    """Stochastic Lanczos quadrature of a factor: nodes and weights of each probe, after K steps and after K/2.
 
     Unlike `linalg.quadrature`, no basis is stored for reorthogonalisation, since n is large: a node whose direction recurs is
-    split into two with the same sum. A probe whose Krylov space is exhausted continues with zeros, which get no weight.
-    Cost: 4·n·r·P·K FLOPs, 4·8·n·P bytes.
+    split into two with the same sum. A probe whose Krylov space is exhausted continues with zeros, which get no weight. Cost:
+    4·n·r·P·K FLOPs, 4·8·n·P bytes.
     """
     n, side = factor.dim, WideSide(factor)
     generator = torch.Generator().manual_seed(SEED)
@@ -63,7 +63,7 @@ def quadrature(factor: DiagonalLowRank) -> tuple[tuple[Values, ...], tuple[Value
 
 
 def _gauss(alpha_PK: Tensor, beta_PK: Tensor, n: int) -> tuple[Values, ...]:
-    """Nodes and weights from the tridiagonal matrices of Lanczos; weights add up to n."""
+    """Nodes and weights (sum n) of every probe, from the diagonals α and off-diagonals β of Lanczos' tridiagonal matrices."""
     beta_PK = beta_PK[:, :-1]
     matrices = alpha_PK.diag_embed() + beta_PK.diag_embed(1) + beta_PK.diag_embed(-1)
     nodes_PK, vectors = torch.linalg.eigh(matrices)
@@ -72,7 +72,7 @@ def _gauss(alpha_PK: Tensor, beta_PK: Tensor, n: int) -> tuple[Values, ...]:
 
 
 def leading(factor: DiagonalLowRank, k: int) -> tuple[Tensor, float]:
-    """The k largest eigenvalues, descending, float64 on the CPU, and a bound on their errors.
+    """The k largest eigenvalues of a factor, descending, float64 on the CPU, and a bound on their errors.
 
     Block Lanczos, which finds repeated eigenvalues. Cost: 4·n·r FLOPs a product, some 20 + 5k of them; 8·n·(2k + 44) bytes.
     """
@@ -81,5 +81,5 @@ def leading(factor: DiagonalLowRank, k: int) -> tuple[Tensor, float]:
 
 
 def smallest_bound(factor: DiagonalLowRank) -> float:
-    """An upper bound of σ_min: the smallest diagonal entry of M."""
+    """An upper bound of the smallest eigenvalue of a factor M: the smallest entry of its diagonal."""
     return max(0.0, float((factor.values_N.double() + factor.sign * factor.columns.squares_N()).min()))

@@ -28,14 +28,15 @@ Vector = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Average:
-    """The averaged parameters, and the residual of their equation."""
+    """The averaged parameters of several models, and how exactly the equation for them was solved."""
 
     parameters: Vector
-    """Every parameter of the models, under its first name; `model.load_state_dict(average.parameters, strict=False)`."""
+    """{first name: average} of every parameter; use `model.load_state_dict(average.parameters, strict=False)`."""
     plain: tuple[str, ...]
-    """Parameters without any Fisher, for which the weighted mean was taken."""
+    """Names of parameters without any Fisher, for which the weighted mean was taken."""
     residual: float = 0.0
-    """‖b − Mθ‖/‖b‖ relative to the plain mean; 0 for the diagonal, which is solved directly."""
+    """Norm of the residual of the linear system, divided by that of the plain mean; 0 for diagonals, which are solved directly.
+    """
     steps: int = 0
     """Number of steps of conjugate gradients."""
 
@@ -47,7 +48,7 @@ def diagonal_average(
     weights: Sequence[float] | None = None,
     damping: float = 0.0,
 ) -> Average:
-    """θ = Σ_k w_k (f_k + λ) ⊙ θ_k / Σ_k w_k (f_k + λ) with f_k = diag F_k. Cost: a few reads of every model.
+    """θ = Σ_k w_k (f_k + λ) ⊙ θ_k / Σ_k w_k (f_k + λ) over models k, with f_k = diag F_k. Cost: a few reads of every model.
 
     Entries without any Fisher (Σ f = 0, λ = 0) are the weighted mean.
 
@@ -90,7 +91,7 @@ def fisher_average(
     tolerance: float = 1e-6,
     max_steps: int = 200,
 ) -> Average:
-    """θ with Σ_k w_k (F_k + λI)(θ − θ_k) = 0, where F_k are the full Kronecker blocks, damped by λ alone and unclipped.
+    """Solve Σ_k w_k (F_k + λI)(θ − θ_k) = 0 for θ, F_k the full Kronecker blocks of model k, damped by λ alone, unclipped.
 
     Cost: a product and a natural gradient with every F_k per step; six vectors in float64.
 
@@ -122,12 +123,12 @@ def fisher_average(
     }
 
     def system(k: int, vector: Vector) -> Vector:
-        """w_k (F_k + λI) v."""
+        """w_k (F_k + λI) v for model k and v = {parameter: tensor}."""
         known = {name: value for name, value in vector.items() if name in shapes_of[k]}
         return _scaled(weights[k], _sum(_scaled(damping, vector), fishers[k].compute_fisher_vector_product(known)))
 
     def preconditioner(k: int, vector: Vector) -> Vector:
-        """w_k (F_k + damping_k)⁻¹ v, and v/λ for parameters without a Fisher block."""
+        """w_k (F_k + damping_k)⁻¹ v for model k, and w_k v/λ for parameters without a Fisher block."""
         known = {name: value for name, value in vector.items() if name in shapes_of[k]}
         natural = fishers[k].compute_natural_gradient(models[k], gradients=known)
         return _scaled(weights[k], {name: natural.get(name, value / damping) for name, value in vector.items()})
@@ -160,7 +161,7 @@ def _conjugate_gradients(
     tolerance: float,
     max_steps: int,
 ) -> tuple[Vector, float, int]:
-    """x with ‖b − Mx‖ ≤ tolerance·‖b‖, its recomputed residual (not the recurrence's), and the number of steps."""
+    """Solve M x = b (`system`, `right`): x with ‖b − Mx‖ ≤ tolerance·‖b‖, ‖b − Mx‖/‖b‖ recomputed, and the number of steps."""
     x, rest = _scaled(0.0, right), right
     size, steps = inner(right, right) ** 0.5, 0
     if not size:
@@ -192,7 +193,7 @@ def _diagonal(fisher: KFACNaturalGradient | Mapping[str, Tensor]) -> Mapping[str
 
 
 def _there(diagonal: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
-    """diag F of a parameter; zeros without a Fisher."""
+    """diag F of a parameter in float64; zeros like `like` if it has no Fisher."""
     if name not in diagonal:
         return torch.zeros_like(like, dtype=torch.float64)
     return diagonal[name].to(like.device).double()
@@ -201,7 +202,7 @@ def _there(diagonal: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
 def _checked(
     models: Any, fishers: Any, weights: Any, damping: Any, zero_allowed: bool
 ) -> tuple[list[float], list[dict[str, Tensor]]]:
-    """The checked weights, and the parameters of every model."""
+    """(weights, {parameter: tensor} of every model), after checks of all arguments."""
     if not isinstance(models, Sequence) or not models:
         raise GramianError("models: expected a list of at least one")
     if not isinstance(fishers, Sequence) or len(fishers) != len(models):

@@ -24,18 +24,18 @@ from gramian.linalg.wide import wide
 
 @dataclass(frozen=True)
 class ConsolidatedTask:
-    """The Fisher and parameters of a finished task."""
+    """The Fisher and the parameters of a finished task, from which EWC forms its penalty."""
 
     kfac: KFACNaturalGradient
     snapshot: dict[str, Tensor]
-    """θ_k of the parameters that have a Fisher block."""
+    """{parameter: its value at the end of the task}, for the parameters that have a Fisher block."""
     strength: float
     blocks: Mapping[str, Block]
-    """The Fisher's blocks when the task was added; a refresh or a load replaces them."""
+    """The Fisher's blocks when the task was added, to detect that a refresh or a load has replaced them."""
 
 
 class EWCPenalty:
-    """Σ_k ½·s_k·(θ − θ_k)ᵀ F_k (θ − θ_k) over the tasks that were added.
+    """The penalty Σ_k ½·s_k·(θ − θ_k)ᵀ F_k (θ − θ_k) over added tasks k: strength s_k, snapshot θ_k, Fisher F_k.
 
     ```python
     penalty = EWCPenalty()
@@ -43,14 +43,15 @@ class EWCPenalty:
     (loss + penalty(model)).backward()  # in the second
     ```
 
-    A call costs one product with every F_k (2·o·m·(o + m) FLOPs of a dense layer), and stores the gradient until the backward.
+    A call costs one product with every F_k (2·o·m·(o + m) FLOPs of a dense layer), and stores the gradient until the
+    backward.
     """
 
     def __init__(self) -> None:
         self.tasks: list[ConsolidatedTask] = []
 
     def add_task(self, kfac: KFACNaturalGradient, model: nn.Module, strength: float = 1.0) -> None:
-        """Add a penalty on leaving the model's current parameters.
+        """Add a task: from now on leaving the model's current parameters is penalised.
 
         Args:
             kfac: the task's Fisher, used undamped and unclipped. The object is stored, not copied, so it must not be refreshed
@@ -65,7 +66,7 @@ class EWCPenalty:
         self.tasks.append(ConsolidatedTask(kfac, snapshot, float(strength), kfac.kfac_factors))
 
     def __call__(self, model: nn.Module) -> Tensor:
-        """The penalty at the model's parameters: 0-dim, differentiable once; a Fisher refreshed meanwhile is refused."""
+        """The penalty at the model's parameters: 0-dim, differentiable once; an error if a task's Fisher was refreshed."""
         if not self.tasks:
             raise GramianError("tasks: there is none; expected add_task before")
         if any(task.kfac.kfac_factors is not task.blocks for task in self.tasks):
@@ -78,13 +79,13 @@ class EWCPenalty:
         return value
 
     def free_parameters(self, model: nn.Module) -> list[str]:
-        """Trained parameters that no task penalises."""
+        """Names of the trained parameters that no task penalises."""
         penalised = {name for task in self.tasks for name in task.snapshot}
         return [name for name, p in parameters_of(model).items() if p.requires_grad and name not in penalised]
 
 
 class _Quadratic(torch.autograd.Function):
-    """The penalty; its gradient is computed in the forward and stored for the backward."""
+    """The EWC penalty as an autograd function; its gradient is computed in the forward and stored for the backward."""
 
     @staticmethod
     def forward(ctx: Any, tasks: Sequence[ConsolidatedTask], names: Sequence[str], *parameters: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ class _Quadratic(torch.autograd.Function):
 
 
 def _penalty(tasks: Sequence[ConsolidatedTask], there: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Σ_k ½·s_k·δᵀF_kδ, and Σ_k s_k·F_kδ."""
+    """Σ_k ½·s_k·δᵀF_kδ with δ = θ − θ_k, θ = `there`, and its gradient {parameter: Σ_k s_k·F_kδ}."""
     gradient = {name: torch.zeros_like(p) for name, p in there.items()}
     terms = []
     for task in tasks:

@@ -14,7 +14,7 @@ from gramian.linalg.wide import wide
 
 
 def blocks_of(kfac: Any, argument: str = "kfac") -> dict[str, Block]:
-    """The blocks of a Fisher: of a KFACNaturalGradient that has factors."""
+    """{name: `Block`} of a KFACNaturalGradient; an error, naming `argument`, if it is none or has no factors."""
     if not isinstance(kfac, KFACNaturalGradient):
         raise GramianError(f"{argument}: expected a KFACNaturalGradient, got {type(kfac).__name__}")
     if not kfac.kfac_factors:
@@ -23,13 +23,13 @@ def blocks_of(kfac: Any, argument: str = "kfac") -> dict[str, Block]:
 
 
 def fisher_parameters(kfac: Any) -> dict[str, tuple[int, ...]]:
-    """{name: shape} of the parameters that have a Fisher block; raises as `blocks_of` does."""
+    """{name: shape} of the parameters that have a Fisher block; an error if `kfac` has no factors."""
     specs = [block.spec for block in blocks_of(kfac).values()]
     return {name: tuple(shape) for spec in specs for name, shape in zip(spec.parameters, spec.shapes, strict=True)}
 
 
 def parameters_of(model: Any, wanted: Mapping[str, Sequence[int]] | None = None) -> dict[str, nn.Parameter]:
-    """Every parameter of a model or its wrapper once, under its first name; those `wanted`, {name: shape}, must be there."""
+    """{first name: parameter} of a model or its wrapper; an error if one of `wanted`, {name: shape}, is missing or differs."""
     found = dict(unique_parameters(module_of(model)))
     for name, shape in (wanted or {}).items():
         if name not in found:

@@ -51,7 +51,7 @@ def parameter_importance(source: KFACNaturalGradient | DiagonalFisherEstimate) -
 
 
 def _diagonal(block: Block) -> dict[str, Tensor]:
-    """{parameter: diag F} of a block."""
+    """{parameter: diagonal of the Fisher, in its shape} of one block."""
     spec = block.spec
     if block.correction is not None:
         return {name: t.clone() for name, t in spec.tensors(block.correction.diagonal().to(spec.device)).items()}
@@ -75,18 +75,20 @@ class TokenImportance:
     """
 
     layers: dict[str, Tensor]
-    """{layer: [B, T]}: ‖g_t‖²‖a_t‖², the bias counted as one more input; [B, 1] where a layer does not separate tokens."""
+    """{layer: ‖g_t‖²‖a_t‖² of output gradients g_t and inputs a_t (with the bias), [B, T]}; [B, 1] if tokens are not separate.
+    """
     rows: dict[str, Tensor]
-    """{parameter with two axes or more: [its rows]}, summed over all tokens; rows of a table or head are vocabulary entries."""
+    """{parameter with two axes or more: squared norms by row}, over all tokens; rows of a table or head are vocabulary entries.
+    """
 
     @property
     def tokens(self) -> Tensor:
-        """[B, T]: the sum over the layers that separate the batch's tokens."""
+        """Importance of each token, [B, T]: the sum over the layers that separate the batch's tokens."""
         return torch.stack([t for t in self.layers.values() if t.shape[1] == self._length]).sum(0)
 
     @property
     def untold(self) -> list[str]:
-        """Layers that are not part of `tokens`, because they have another number of tokens."""
+        """Names of layers that `tokens` leaves out because they have another number of tokens."""
         return [layer for layer, t in self.layers.items() if t.shape[1] != self._length]
 
     @property

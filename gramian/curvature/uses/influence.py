@@ -33,11 +33,11 @@ from gramian.taps.roles import Needs, ParameterInfo
 
 Queries = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
 ScoresByPass = dict[int, Tensor]
-"""{number of the pass: scores [B, Q]}, summed over parameters."""
+"""{number of the pass: influence scores of its samples on Q queries, [B, Q]}."""
 
 
 class Influence(ByPass):
-    """The statistic −g_qᵀ (F + damping)⁻¹ g_i of every captured sample, for one query or several.
+    """The statistic −g_qᵀ (F + damping)⁻¹ g_i of every captured sample i, for the gradient g_q of one query or several.
 
     `influence_scores` is the context manager around it.
     """
@@ -45,7 +45,7 @@ class Influence(ByPass):
     needs: Needs = "parameter"
 
     def __init__(self, kfac: KFACNaturalGradient, model: nn.Module, queries: Queries | None = None) -> None:
-        """Compute (F + damping)⁻¹ g of every query: Q natural gradients, and Q copies of the parameters.
+        """Compute (F + damping)⁻¹ g of every query gradient g: Q natural gradients, and Q copies of the parameters.
 
         Args:
             kfac: the Fisher, damped and clipped by its options.
@@ -69,30 +69,30 @@ class Influence(ByPass):
             name: torch.stack([d[name] if name in d else torch.zeros_like(like) for d in found])
             for name, like in {name: value for d in found for name, value in d.items()}.items()
         }
-        """{parameter: (F + damping)⁻¹ g of every query, [Q, *shape]}."""
+        """{parameter: (F + damping)⁻¹ g of every query gradient g, [Q, *shape]}."""
 
     def start(self, parameters: Mapping[str, ParameterInfo]) -> ScoresByPass:
-        """Start with no pass; every parameter that a query depends on must be trainable."""
+        """No scores yet; an error unless every parameter that a query depends on is trainable."""
         frozen = next((name for name in self.directions if name not in parameters), None)
         if frozen is not None:
             raise GramianError(f"queries: {frozen} does not train now; expected it to, as for the query")
         return {}
 
     def update(self, sums: ScoresByPass, record: ParameterRecord) -> None:
-        """Add one parameter's share to the scores of its pass."""
+        """Add one parameter's part of −g_qᵀ (F + damping)⁻¹ g_i to the scores of its pass."""
         if record.parameter not in self.directions:
             return
         self.add(sums, record, -record.info.scale * products(record.gradient, self.directions[record.parameter]))
 
     def finish(self, sums: ScoresByPass) -> Tensor:
-        """Scores in the order of the samples: [B], or [B, Q] for several queries."""
+        """Scores of all samples in the order of the passes: [B], or [B, Q] for several queries."""
         scores = [sums[number] for number in sorted(sums)]
         found = torch.cat(scores) if scores else torch.zeros(0, self.queries)
         return found[:, 0] if self.single else found
 
 
 class InfluenceCapture(Capture):
-    """The capture behind `influence_scores`."""
+    """The context manager that `influence_scores` returns: a capture with the scores in `values`."""
 
     def __init__(self, model: nn.Module, influence: Influence, **options: Any) -> None:
         self._influence = influence
@@ -100,7 +100,7 @@ class InfluenceCapture(Capture):
 
     @property
     def values(self) -> Tensor:
-        """Scores of all samples so far, [B] or [B, Q]; before the first backward an error."""
+        """Influence scores of all samples so far, [B], or [B, Q] for Q queries; an error before the first backward."""
         if not self._passes:
             raise GramianError("scores: no backward has run yet; expected loss.backward() inside the block")
         found: Tensor = self[self._influence]
@@ -156,7 +156,7 @@ def influence_scores(
 
 
 def products(gradient: PerSampleGradient, directions_Q: Tensor) -> Tensor:
-    """⟨d_q, g_i⟩ of every sample and direction d [Q, *shape], [B, Q], without storing all g_i of a parameter.
+    """Inner products ⟨d_q, g_i⟩ [B, Q] of samples' gradients with directions d [Q, *shape], without storing all g_i.
 
     | gradient | way | FLOPs |
     |---|---|---|
@@ -182,7 +182,7 @@ def products(gradient: PerSampleGradient, directions_Q: Tensor) -> Tensor:
 
 
 def _outer(gradient: Outer, d_MN: Tensor) -> Tensor:
-    """Σ_t l_tᵀ D r_t, [B]; D multiplies the side that gives the smaller product."""
+    """⟨D, g_i⟩ = Σ_t l_tᵀ D r_t, [B], for g_i = Σ_t l_t r_tᵀ; D multiplies the side that gives the smaller product."""
     left, right = gradient.left_BTM, gradient.right_BTN
     d_MN = d_MN.to(wide_dtype(left, right))
     if left.shape[2] < right.shape[2]:
@@ -193,13 +193,13 @@ def _outer(gradient: Outer, d_MN: Tensor) -> Tensor:
 
 
 def _indexed(gradient: Indexed, d_VD: Tensor) -> Tensor:
-    """Σ_t d[x_t] · g_t, [B]."""
+    """⟨D, g_i⟩ = Σ_t D[x_t] · g_t, [B], for an embedding with indices x_t and output gradients g_t."""
     rows_BTD = wide(gradient.rows_BTD)
     return (d_VD.to(rows_BTD.dtype)[gradient.index_BT] * rows_BTD).sum((1, 2))
 
 
 def _convolved(gradient: Convolved, d: Tensor) -> Tensor:
-    """Σ over positions of g ⊙ (D * x), [B]."""
+    """⟨D, g_i⟩ of a convolution, [B]: Σ over positions of output gradient ⊙ (inputs convolved with D)."""
     images, gradients = wide(gradient.images_BK).flatten(0, 1), wide(gradient.gradients_BK).flatten(0, 1)
     if not len(images):
         return images.new_zeros(gradient.batch)

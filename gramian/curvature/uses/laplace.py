@@ -27,34 +27,34 @@ from gramian.linalg.wide import exact_float32, wide
 
 @dataclass(frozen=True)
 class LogMarginal:
-    """The four terms of log p(data); larger is better."""
+    """The four terms of the Laplace approximation of log p(data); a larger sum is better."""
 
     log_likelihood: float
-    """log p(data | θ), as given."""
+    """log p(data | θ), as the user gave it."""
     prior_quadratic: float
-    """−½ τ ‖θ − μ‖²."""
+    """−½ τ ‖θ − μ‖², with prior mean μ and precision τ."""
     prior_log_det: float
-    """½ log det(τI) = ½ P log τ."""
+    """½ log det(τI) = ½ P log τ, with prior precision τ and P parameters."""
     posterior_log_det: float
-    """−½ log det(n F + τI)."""
+    """−½ log det(n F + τI), with n loss terms, Fisher F and prior precision τ."""
     parameters: int
     """P: number of entries of the parameters that have a Fisher block; other parameters are in no term."""
     error: float = 0.0
-    """Error bound of posterior_log_det, where a side is too wide for its exact spectrum."""
+    """Bound on the error of `posterior_log_det`, where a factor is too wide for its exact spectrum; else 0."""
 
     @property
     def total(self) -> float:
-        """The sum of the four terms."""
+        """The approximation of log p(data): the sum of the four terms."""
         return self.log_likelihood + self.log_occam
 
     @property
     def log_occam(self) -> float:
-        """The Occam factor: all terms but the likelihood."""
+        """The log of the Occam factor: the sum of all terms but the likelihood."""
         return math.fsum([self.prior_quadratic, self.prior_log_det, self.posterior_log_det])
 
 
 class Laplace:
-    """The posterior N(θ, (n F + τI)⁻¹) around the current parameters of a model.
+    """The posterior N(θ, (n F + τI)⁻¹) around a model's current parameters θ: n loss terms, Fisher F, prior precision τ.
 
     ```python
     posterior = Laplace(kfac, model, n=50_000, prior_precision=1.0)
@@ -66,7 +66,7 @@ class Laplace:
     """
 
     def __init__(self, kfac: KFACNaturalGradient, model: nn.Module, n: float, prior_precision: float) -> None:
-        """Copy the means.
+        """Copy the model's parameters as means of the posterior.
 
         Args:
             kfac: the Fisher of one loss term; its own damping and clip are not used.
@@ -80,12 +80,12 @@ class Laplace:
         parameters = parameters_of(model, shapes)
         self.kfac, self.n, self.prior_precision = kfac, float(n), float(prior_precision)
         self.mean = {name: full_vector(parameters[name].detach()).clone() for name in shapes}
-        """θ, {parameter: tensor} of the parameters that have a Fisher block."""
+        """Means of the posterior: {parameter: tensor} for the parameters that have a Fisher block."""
         self.fixed = [name for name, p in parameters.items() if p.requires_grad and name not in self.mean]
-        """Trained parameters without a Fisher block."""
+        """Names of trained parameters without a Fisher block, which have no distribution."""
 
     def sample(self, generator: torch.Generator) -> dict[str, Tensor]:
-        """One draw of the parameters, {parameter: tensor}, with θ's dtypes and devices.
+        """Draw the parameters once from the posterior: {parameter: tensor}, with the dtypes and devices of the means θ.
 
         Cost: eigenvectors of both sides of every layer once, then 4·o·m·(r_A + r_G) FLOPs a layer.
 
@@ -102,7 +102,7 @@ class Laplace:
         return {name: (wide(mean) + step[name]).to(mean.dtype) for name, mean in self.mean.items()}
 
     def scaled(self, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """(n F + τI)^(-1/2) v, which turns noise of unit covariance into noise of the posterior's covariance.
+        """(n F + τI)^(-1/2) v, which turns white noise v into noise with the posterior's covariance.
 
         Args:
             vector: {parameter: tensor} of every parameter that has a Fisher block.
@@ -122,7 +122,7 @@ class Laplace:
         return {name: found[name].to(wide(vector[name])) for name in self.mean}
 
     def log_marginal(self, log_likelihood: float, prior_mean: Mapping[str, Tensor] | None = None) -> LogMarginal:
-        """The terms of log p(data) ≈ log p(data | θ) − ½τ‖θ − μ‖² + ½ P log τ − ½ log det(n F + τI).
+        """The terms of log p(data) ≈ log p(data | θ) − ½τ‖θ − μ‖² + ½ P log τ − ½ log det(n F + τI), P parameters.
 
         Cost: the eigenvalues of both sides of every layer, then o·m logarithms a layer.
 

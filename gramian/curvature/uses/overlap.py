@@ -26,13 +26,13 @@ from gramian.linalg.wide import pieces
 
 @dataclass(frozen=True)
 class Overlap:
-    """A number between tasks for every layer and for the model."""
+    """A similarity of two tasks (Fishers or gradients), for every block and for the model."""
 
     model: float
     layers: dict[str, float]
-    """{block: number}, by the names of `kfac_factors`."""
+    """{block: similarity}, by the names of `kfac_factors`."""
     unshared: tuple[str, ...]
-    """Blocks that only one of the two tasks has."""
+    """Names of blocks that only one of the two tasks has."""
 
 
 def fisher_overlap(one: KFACNaturalGradient, other: KFACNaturalGradient) -> Overlap:
@@ -70,14 +70,14 @@ def fisher_overlap(one: KFACNaturalGradient, other: KFACNaturalGradient) -> Over
 
 
 def subspace_overlap(one: KFACNaturalGradient, other: KFACNaturalGradient, k: int = 10) -> Overlap:
-    """‖V₁ᵀV₂‖²/k of the eigenvectors of the k largest eigenvalues: 1 for equal spaces, 0 for orthogonal ones.
+    """‖V₁ᵀV₂‖²/k, V₁ and V₂ the eigenvectors of the k largest eigenvalues of two Fishers: 1 for equal spaces, 0 if orthogonal.
 
     Two random spaces have about k/(o·m). The k of a layer are its own largest, those of the model the largest of all layers.
     Where a Fisher has fewer positive eigenvalues, these are compared, and the smaller number replaces k. Where the k-th is
     repeated (equally frequent vocabulary entries), neither the space nor the result is unique.
 
-    Eigenvectors of G ⊗ A are q_i ⊗ a_j, and ⟨q_i ⊗ a_j, q'_i' ⊗ a'_j'⟩ = ⟨q_i, q'_i'⟩⟨a_j, a'_j'⟩: cost beyond the eigenvectors
-    of both sides is 2·k²·(o + m) FLOPs, and no vector has the length o·m.
+    Eigenvectors of G ⊗ A are q_i ⊗ a_j, and ⟨q_i ⊗ a_j, q'_i' ⊗ a'_j'⟩ = ⟨q_i, q'_i'⟩⟨a_j, a'_j'⟩: cost beyond the
+    eigenvectors of both sides is 2·k²·(o + m) FLOPs, and no vector has the length o·m.
 
     Args:
         one: F₁.
@@ -97,15 +97,15 @@ def subspace_overlap(one: KFACNaturalGradient, other: KFACNaturalGradient, k: in
 def gradient_conflict(
     kfac: KFACNaturalGradient, model: nn.Module, left: Mapping[str, Tensor], right: Mapping[str, Tensor]
 ) -> Overlap:
-    """cos = gᵀF⁻¹h/√(gᵀF⁻¹g·hᵀF⁻¹h) with damped F: below 0, a natural gradient step for one loss raises the other.
+    """Cosine gᵀF⁻¹h/√(gᵀF⁻¹g·hᵀF⁻¹h) of two gradients, F damped; below 0 a natural step for one loss raises the other.
 
     To first order a step −ηF⁻¹g changes the loss of h by −η·hᵀF⁻¹g. Cost: two natural gradients.
 
     Args:
-        kfac: the metric, damped and clipped by its options.
+        kfac: the metric F, damped and clipped by its options.
         model: the metric's model.
         left: g, {parameter: tensor}.
-        right: h.
+        right: h, {parameter: tensor}.
 
     Returns:
         Cosines of every layer with a gradient, and of the model; 0 where one of the two is zero.
@@ -125,14 +125,14 @@ def gradient_conflict(
 
 
 def _normalised(left: float, across: float, right: float) -> float:
-    """across/√(left·right), 0 where one of them is zero; the product of roots does not overflow."""
+    """across/√(left·right), a cosine from three products; 0 where left or right is zero."""
     return across / (left**0.5 * right**0.5) if left > 0 and right > 0 else 0.0
 
 
 def _shared(
     one: KFACNaturalGradient, other: KFACNaturalGradient
 ) -> tuple[dict[str, tuple[Block, Block]], tuple[str, ...]]:
-    """The blocks that both have, and the names of those that only one has."""
+    """{name: (block of one, block of the other)} for the blocks that both have, and the names of those that only one has."""
     mine, theirs = blocks_of(one), blocks_of(other)
     shared = {name: (block, theirs[name]) for name, block in mine.items() if name in theirs}
     for name, (left, right) in shared.items():
@@ -147,7 +147,7 @@ def _shared(
 
 
 def _block_trace(left: Block, right: Block) -> float:
-    """tr(F₁F₂) of two blocks of the same parameters; for EK-FAC Σ S ⊙ (diagonal of the other in the basis of S)."""
+    """tr(F₁F₂) of two blocks of the same parameters, from traces of products of their sides or from EK-FAC's eigenvalues."""
     if left.correction is None and right.correction is not None:
         left, right = right, left
     if left.correction is not None:
@@ -160,7 +160,7 @@ def _block_trace(left: Block, right: Block) -> float:
 
 
 def _seen_in(basis: Correction, block: Block) -> Tensor:
-    """The diagonal of a block's F in another basis, [r, s]."""
+    """The diagonal of a block's F in the eigenbasis of an EK-FAC correction, [r, s]."""
     if block.correction is not None:
         return block.correction.seen_in(basis.G, basis.A)
     assert block.A is not None
@@ -168,13 +168,13 @@ def _seen_in(basis: Correction, block: Block) -> Tensor:
 
 
 def _diagonal_in(basis: Basis, factor: Factor) -> Tensor:
-    """q_iᵀ M q_i of every vector of a basis, [r]."""
+    """q_iᵀ M q_i for every vector q_i of a basis and the matrix M of a factor, [r]."""
     q_NR = basis.combined(torch.eye(basis.rank, dtype=factor.dtype, device=factor.device))
     return (q_NR * factor.matvec(q_NR)).sum(0)
 
 
 def product_trace(one: Factor, other: Factor) -> float:
-    """tr(M₁M₂) of any two representations, in float64. Collective for sharded rows."""
+    """tr(M₁M₂) of the matrices of two factors of any representation, in float64. Collective for sharded rows."""
     if isinstance(one, Diagonal):
         return float(one.values_N.double() @ _diagonal(other).to(one.device))
     if isinstance(one, LowRank):
@@ -192,20 +192,20 @@ def product_trace(one: Factor, other: Factor) -> float:
 
 
 def _diagonal(factor: Factor) -> Tensor:
-    """diag M [n], float64; a difference d − Σu² is computed before rounding, since it may cancel."""
+    """The diagonal of a factor [n], float64; a difference d − Σu² is computed before rounding, since it may cancel."""
     if isinstance(factor, DiagonalLowRank):
         return factor.values_N.double() + factor.sign * factor.columns.squares_N()
     return factor.diagonal().double()
 
 
 def _columns_trace(columns: Columns, other: Factor) -> float:
-    """tr(U Uᵀ M) = tr(Uᵀ M U), a piece of the columns at a time."""
+    """tr(U Uᵀ M) = tr(Uᵀ M U) for stored columns U and the matrix M of a factor, a chunk of columns at a time."""
     source = LoadedMatrix(columns.whole().stored, torch.float64)
     return sum(_squared(source.piece(part), other) for part in pieces(columns.count, columns.dim))
 
 
 def _squared(u_NC: Tensor, other: Factor) -> float:
-    """tr(Uᵀ M U)."""
+    """tr(Uᵀ M U) for U [n, c] and the matrix M of a factor."""
     if isinstance(other, Dense):
         return sum(
             float((u_NC[rows] * (other.stored.load(rows, torch.float64, u_NC.device) @ u_NC)).sum())
@@ -225,22 +225,22 @@ def _squared(u_NC: Tensor, other: Factor) -> float:
 
 @dataclass(frozen=True)
 class _Space:
-    """Leading eigenvectors q_i ⊗ a_j of a block, one column of each side for every eigenvalue."""
+    """Leading eigenvectors q_k ⊗ a_k of a block, as columns of two matrices, one for each side."""
 
     values_K: Tensor
-    """Descending, all above zero."""
+    """Eigenvalues that belong to the columns of the two matrices, descending, all above zero."""
     G_OK: Tensor
     A_MK: Tensor | None
 
     def above(self, floor: float) -> "_Space":
-        """The eigenvectors whose eigenvalue is at least `floor`."""
+        """This space without the eigenvectors whose eigenvalue is below `floor`."""
         count = int((self.values_K >= floor).sum())
         A_MK = None if self.A_MK is None else self.A_MK[:, :count]
         return _Space(self.values_K[:count], self.G_OK[:, :count], A_MK)
 
 
 def _leading(block: Block, k: int) -> _Space:
-    """The k largest eigenvalues that are nonzero up to rounding, or fewer, with their vectors."""
+    """At most k largest eigenvalues of a block that are nonzero up to rounding, with their eigenvectors."""
     if block.correction is not None:
         values_RS = block.correction.values_RS.double()
     else:
@@ -258,13 +258,13 @@ def _leading(block: Block, k: int) -> _Space:
 
 
 def _one_hot(chosen_K: Tensor, size: int) -> Tensor:
-    """Columns of the identity, [size, K], float64."""
+    """The columns `chosen_K` of the identity of this size, [size, K], float64."""
     found = torch.zeros(size, len(chosen_K), dtype=torch.float64, device=chosen_K.device)
     return found.scatter_(0, chosen_K[None], 1.0)
 
 
 def _leading_of_side(factor: Factor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest eigenvalues of a side, descending, and their vectors [n, k], float64."""
+    """The k largest eigenvalues of a factor, descending, and their eigenvectors [n, k], float64."""
     if isinstance(factor, DiagonalLowRank) and factor.dim > WIDEST_DENSE:
         found = lanczos(WideSide(factor), k, eigenvectors=True)
         assert found.eigenvectors is not None
@@ -279,13 +279,13 @@ def _leading_of_side(factor: Factor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _kth_largest(values: list[Tensor], k: int) -> float:
-    """The k-th largest of all values; 0 where there are fewer."""
+    """The k-th largest number of all tensors together; 0 where there are fewer than k."""
     together = torch.cat([v.cpu() for v in values]).sort(descending=True).values
     return float(together[k - 1]) if len(together) >= k else 0.0
 
 
 def _compared(pairs: list[tuple[_Space, _Space]]) -> float:
-    """Σ ‖V₁ᵀV₂‖² over blocks, whose spaces are mutually orthogonal, divided by the smaller dimension."""
+    """Σ ‖V₁ᵀV₂‖² over pairs of spaces (V₁, V₂), one pair per block, divided by the smaller total dimension."""
     counts = [sum(len(pair[side].values_K) for pair in pairs) for side in range(2)]
     if not min(counts):
         return 0.0

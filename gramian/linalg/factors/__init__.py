@@ -1,1 +1,1 @@
-"""Symmetric positive semi-definite factors under one contract, and the decompositions they rest on."""
+"""Symmetric positive semi-definite factors behind one interface, and the decompositions that they use."""

@@ -11,21 +11,21 @@ from gramian.linalg.factors.eigendecomposition import eigendecompose
 from gramian.linalg.wide import padded
 
 LARGEST_JITTER = 1e-1
-"""Relative to the mean diagonal; a matrix that needs more is decomposed instead."""
+"""Largest jitter relative to the mean diagonal; a matrix that needs more is decomposed by eigenvalues instead."""
 
 
 @dataclass(frozen=True)
 class CholeskyAttempt:
-    """One try of a factorisation."""
+    """One attempt to factorise a matrix."""
 
     jitter: float
-    """Number added to the diagonal."""
+    """Number that was added to the diagonal."""
     result: str
     """"ok", "not positive definite", or the name of the fallback."""
 
 
 class Cholesky:
-    """M = L Lᵀ for a symmetric M [n, n], with a way out whenever M is not quite positive definite.
+    """M = L Lᵀ for a symmetric M [n, n], with fallbacks where M is not quite positive definite.
 
     The factorisation is launched at once; whether it worked is checked on first use, so that many of them can be queued on a
     GPU before anyone waits. If it failed: jitter `first_jitter`·mean|diag| on the diagonal, ten times more after every
@@ -34,7 +34,7 @@ class Cholesky:
     """
 
     def __init__(self, matrix: Tensor, first_jitter: float) -> None:
-        """Launch the plain factorisation of a float32 or float64 matrix, which is kept until the first use."""
+        """Launch the plain factorisation of a float32 or float64 matrix, which is referenced until the first use."""
         self._matrix: Tensor | None = matrix
         self._first_jitter = first_jitter
         self._attempts: list[CholeskyAttempt] = []
@@ -50,7 +50,7 @@ class Cholesky:
 
     @classmethod
     def of_parts(cls, parts: Sequence[Tensor], attempts: Sequence[CholeskyAttempt]) -> "Cholesky":
-        """A factorisation that was made elsewhere: its `parts` and its `attempts`."""
+        """A factorisation that another process made, from the values of its `parts` and `attempts`."""
         found = cls.__new__(cls)
         found._matrix = found._inverse = found._logdet = None
         found._attempts = list(attempts)
@@ -59,7 +59,7 @@ class Cholesky:
         return found
 
     def parts(self) -> list[Tensor]:
-        """L, or eigenvalues and eigenvectors where it came to these; to be asked for before the first `solve`."""
+        """[L], or [eigenvalues, eigenvectors] where Cholesky failed; must be called before the first `solve`."""
         self._settle()
         if self._eigen is not None:
             return list(self._eigen)
@@ -68,21 +68,22 @@ class Cholesky:
 
     @property
     def attempts(self) -> tuple[CholeskyAttempt, ...]:
-        """All attempts, in order; the last one succeeded."""
+        """All attempts to factorise the matrix, in order; the last one succeeded."""
         self._settle()
         return tuple(self._attempts)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrix and of what was computed from it."""
+        """Bytes of the matrix, while it is referenced, and of what was computed from it."""
         tensors = (self._lower, self._inverse, self._matrix, *(self._eigen or ()))
         return sum(t.nbytes for t in tensors if t is not None)
 
     def solve(self, y_NK: Tensor) -> Tensor:
-        """M⁻¹ Y, in the matrix's dtype. 2·n²·k FLOPs.
+        """M⁻¹ Y for Y [n, k], in the matrix's dtype. 2·n²·k FLOPs.
 
-        With many columns as L⁻ᵀ(L⁻¹ Y), L⁻¹ being formed once (n³/3 FLOPs) and kept in place of L: plain products are several
-        times as fast as triangular solves on a GPU, and as accurate, since L has the square root of M's condition number.
+        With many columns as L⁻ᵀ(L⁻¹ Y), L⁻¹ being formed once (n³/3 FLOPs) and stored in place of L: plain products are
+        several times as fast as triangular solves on a GPU, and as accurate, since L has the square root of M's condition
+        number.
         """
         self._settle()
         if self._eigen is not None:
@@ -99,7 +100,7 @@ class Cholesky:
         return self._inverse.mT @ (self._inverse @ y_NK.to(self._inverse.dtype))
 
     def logdet(self) -> Tensor:
-        """log det M."""
+        """log det M of the factorised matrix, 0-dim."""
         self._settle()
         if self._eigen is not None:
             return self._eigen[0].log().sum()
@@ -109,7 +110,7 @@ class Cholesky:
         return 2 * self._lower.diagonal().log().sum()
 
     def _settle(self, good: bool | None = None) -> None:
-        """Check the result, once, and try further until there is one; `good`: what the check says, if it is known."""
+        """Check once whether the factorisation worked and repair it if not; `good`: the result of the check, if known."""
         if self._matrix is None:
             return
         self._attempts = []
@@ -142,7 +143,7 @@ class Cholesky:
 
 
 def settle_all(systems: Sequence[Cholesky]) -> None:
-    """Look at the results of many factorisations, waiting for the device once."""
+    """Check the results of many factorisations and repair those that failed, waiting for each device once."""
     waiting = [system for system in systems if system._matrix is not None]
     by_device: dict[torch.device, list[Cholesky]] = {}
     for system in waiting:

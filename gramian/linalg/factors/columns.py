@@ -1,4 +1,4 @@
-"""Thin products with a stored U [n, r], a block of rows at a time: in wide precision one copy of a block, never of U.
+"""Products with a stored thin matrix U [n, r], a block of rows at a time: float32 or float64 copies of a block, never of U.
 
 Products are computed on the rows of U of this process; three hooks complete them to all rows. Here all rows are local.
 """
@@ -15,13 +15,13 @@ from gramian.linalg.wide import pieces, wide_mm, wide_norms
 
 
 class Columns:
-    """A stored matrix U [n, r] of r columns, and its products."""
+    """A stored matrix U [n, r], and products with it; the rows may be sharded over processes in subclasses."""
 
     others: RowGroup | None = None
-    """The processes that store the other rows of U; None: all rows are here."""
+    """The processes that store the other rows of U; None: all rows are on this process."""
 
     def __init__(self, stored: Stored) -> None:
-        """Refer to the stored matrix: the rows of U of this process."""
+        """Take the stored matrix, the rows of U of this process, without copying."""
         self.stored = stored
         self.count = stored.body.shape[1]
         self._gram: Tensor | None = None
@@ -35,15 +35,15 @@ class Columns:
         return self.stored.body.shape[0]
 
     def whole(self) -> "Columns":
-        """The same columns with all rows on this process."""
+        """The same matrix U with all rows on this process."""
         return self
 
     def alike(self, columns: "Columns") -> "Columns":
-        """Other columns with the same number of rows, distributed over processes as these are."""
+        """`columns`, another matrix with as many rows, distributed over processes as this one is."""
         return columns
 
     def _with(self, stored: Stored) -> "Columns":
-        """A new object with these stored rows, distributed over processes as this one is."""
+        """A new object with the rows `stored`, distributed over processes as this one is."""
         return Columns(stored)
 
     def _rows(self, y: Tensor) -> Tensor:
@@ -51,31 +51,31 @@ class Columns:
         return y
 
     def _added(self, part: Tensor) -> Tensor:
-        """A sum over all rows of U, from the sum over the rows on this process."""
+        """A sum over all rows of U, from the sum `part` over the rows on this process."""
         return part
 
     def _given(self, rows: Tensor) -> Tensor:
-        """A result [n, …] for the caller, from its rows on this process."""
+        """A result [n, …] with all rows for the caller, from its rows on this process."""
         return rows
 
     # ---- products --------------------------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
-        """Bytes of U and of the cached Gram matrix."""
+        """Bytes of the stored U and of the cached Gram matrix UᵀU."""
         return self.stored.nbytes + (0 if self._gram is None else self._gram.nbytes)
 
     def blocks(self) -> Iterator[slice]:
-        """Slices of rows that are widened one at a time."""
+        """Slices of rows of U, each of which is converted to float32 or float64 at a time."""
         return pieces(self.stored.body.shape[0], self.count)
 
     def _loaded(self, dtype: torch.dtype, device: torch.device | None) -> Iterator[tuple[slice, Tensor]]:
-        """Blocks of rows of U on a device, widened there."""
+        """(slice, rows of U) for all blocks of rows, on `device` and in `dtype`."""
         for rows, body in blocks_on(self.stored.body, self.blocks(), device):
             yield rows, self.stored.widen(body, rows, dtype)
 
     def transposed_times(self, y_NK: Tensor) -> Tensor:
-        """Uᵀ Y, [r, k], in Y's dtype and on its device. 2·n·r·k FLOPs."""
+        """Uᵀ Y, [r, k], for Y [n, k], in Y's dtype and on its device. 2·n·r·k FLOPs."""
         y_NK = self._rows(y_NK)
         total = y_NK.new_zeros(self.count, y_NK.shape[1])
         for rows, block in self._loaded(y_NK.dtype, y_NK.device):
@@ -83,7 +83,7 @@ class Columns:
         return self._added(total)
 
     def times(self, c_RK: Tensor) -> Tensor:
-        """U C, [n, k], in C's dtype and on its device. 2·n·r·k FLOPs."""
+        """U C, [n, k], for C [r, k], in C's dtype and on its device. 2·n·r·k FLOPs."""
         return self._given(self._times(c_RK))
 
     def _times(self, c_RK: Tensor) -> Tensor:
@@ -93,24 +93,24 @@ class Columns:
         return out
 
     def gram(self, weights_N: Tensor | None = None, exact: bool = True) -> Tensor:
-        """Uᵀ diag(weights) U, [r, r], float64, a tensor of the caller's own. 2·n·r² FLOPs.
+        """Uᵀ diag(weights) U, [r, r], float64, as a new tensor; `weights_N` None: all are 1. 2·n·r² FLOPs.
 
-        Unless `exact`, a half-precision U on a GPU goes through the tensor cores, whose float32 accumulators cost up to 1e-4 of
-        an entry: no more than having been stored in half precision did.
+        Unless `exact`, a half-precision U on a GPU goes through the tensor cores, whose float32 accumulators cost up to 1e-4
+        of an entry: no more than having been stored in half precision did.
         """
         if weights_N is not None:
             return self._summed_gram(self._rows(weights_N).double(), False)
         return self.cached_gram(exact).clone()
 
     def cached_gram(self, exact: bool = True) -> Tensor:
-        """`gram` without weights, cached until `forget`; callers must not write to it."""
+        """UᵀU [r, r], float64, cached until `forget`; do not write to it. Unless `exact`, tensor cores may be used."""
         coarse = not exact and self.stored.body.is_cuda and self.stored.body.dtype in HALF
         if self._gram is None or not (self._exact or coarse):
             self._gram, self._exact = self._summed_gram(None, coarse), not coarse
         return self._gram
 
     def take_gram(self, exact: bool = True) -> Tensor:
-        """`gram` without weights, owned by the caller and no longer cached here."""
+        """UᵀU [r, r], float64, removed from the cache: the caller owns it. Unless `exact`, tensor cores may be used."""
         gram = self.cached_gram(exact)
         self.forget()
         return gram
@@ -136,7 +136,7 @@ class Columns:
         self._gram = None
 
     def squared(self) -> Tensor:
-        """U Uᵀ, [n, n], of columns whose rows are all here. 2·n²·r FLOPs."""
+        """U Uᵀ, [n, n], of a U whose rows are all on this process. 2·n²·r FLOPs."""
         source = LoadedMatrix(self.stored, self.stored.dtype)
         total = torch.zeros(self.dim, self.dim, dtype=source.dtype, device=source.device)
         for columns in pieces(self.count, self.dim):
@@ -145,11 +145,11 @@ class Columns:
         return total
 
     def squares_N(self) -> Tensor:
-        """Squared norms of the rows, [n], float64."""
+        """Squared norms of the rows of U, [n], float64."""
         return self._given(self._squares())
 
     def square(self) -> Tensor:
-        """‖U‖_F², 0-dim float64."""
+        """Squared Frobenius norm of the stored matrix U, 0-dim float64."""
         return self._added(self._squares().sum())
 
     def _squares(self) -> Tensor:
@@ -160,28 +160,28 @@ class Columns:
     # ---- other columns from these ----------------------------------------------------------------------------------
 
     def scaled(self, factor: float) -> "Columns":
-        """factor·U, nothing rounded a second time."""
+        """The matrix factor·U, without a second rounding of U."""
         return self._with(self.stored.scaled(factor))
 
     def select(self, chosen: Tensor, scale: float) -> "Columns":
-        """Some of the columns, times a factor."""
+        """The chosen columns of U, times `scale`."""
         return self._with(self.stored.select(chosen, scale))
 
     def join(self, other: "Columns") -> "Columns":
-        """[U, U'] side by side, in U's storage dtype; sharded over processes if one of the two is."""
+        """[U, U'] side by side, for this U and the other's U', in U's storage dtype; sharded if one of the two is."""
         mine = other.alike(self)
         return mine._with(join_columns(mine.stored, self.alike(other).stored, mine.others))
 
     def mixed(self, c_RK: Tensor) -> "Columns":
-        """U C, stored as U is. 2·n·r·k FLOPs, twice where it is rounded: a piece of U C at a time."""
+        """U C for C [r, k], stored as U is. 2·n·r·k FLOPs, twice where it is rounded; computed a chunk of columns at a time."""
         return self._with(store_columns(_Product(self, c_RK), self.stored.body.dtype, self.others))
 
     def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> "Columns":
-        """Every tensor moved; `home`: where products are made from now on."""
+        """The same matrix with every tensor passed through `move`; `home`: the device that computes products from now on."""
         return self._with(self.stored.moved(move, home))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Columns":
-        """Moved, or stored again."""
+        """The same matrix on another device, or rounded to another storage dtype."""
         stored = self.stored
         if dtype is not None and dtype != stored.body.dtype:
             stored = store_columns(LoadedMatrix(stored, torch.promote_types(stored.dtype, dtype)), dtype, self.others)
@@ -189,7 +189,7 @@ class Columns:
 
 
 class _Product(MatrixSource):
-    """U C, of the rows of this process."""
+    """The product U C as a source of columns, for the rows of U on this process."""
 
     def __init__(self, columns: Columns, c_RK: Tensor) -> None:
         self._columns, self._c_RK = columns, c_RK

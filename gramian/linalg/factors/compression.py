@@ -1,4 +1,4 @@
-"""Factors of lower rank: the leading eigenpairs of a factor, and the trace that is lost with the others."""
+"""Factors of lower rank: the leading eigenpairs of a factor, and the trace that is lost with the rest."""
 
 from dataclasses import dataclass
 
@@ -14,18 +14,18 @@ from gramian.linalg.factors.low_rank import LowRank
 
 @dataclass(frozen=True)
 class Compressed:
-    """A factor of lower rank, and the trace it lost."""
+    """A factor of lower rank, and the trace that it lost against the original."""
 
     factor: Factor
     discarded_trace: float
 
 
 def compress(factor: Factor, rank: int | None = None, energy: float | None = None) -> Compressed:
-    """Keep the `rank` leading directions of a factor, or as few as hold the share `energy` of its trace.
+    """Keep the `rank` leading eigenvectors of a factor, or as few as have the share `energy` of its trace.
 
     Dense and low-rank factors become U Uᵀ with U = Q√σ, at 2·n·r·s FLOPs for s of r directions. Of diag(d) ± U Uᵀ the columns
-    are compressed: where U is subtracted M grows by what is left out, and stays positive semi-definite. A diagonal is as
-    small as it gets.
+    are compressed: where U is subtracted M grows by what is left out, and stays positive semi-definite. A diagonal is
+    returned unchanged.
     """
     if isinstance(factor, DiagonalLowRank):
         low = compress(LowRank(factor.columns), rank, energy)
@@ -48,7 +48,7 @@ def compress(factor: Factor, rank: int | None = None, energy: float | None = Non
 
 
 def _leading(descending: Tensor, rank: int | None, energy: float | None) -> int:
-    """Number of leading eigenvalues to keep."""
+    """Number of leading eigenvalues to keep, from `rank` or from the share `energy` of their sum."""
     if (rank is None) == (energy is None):
         raise GramianError("compress: expected either rank= or energy=")
     if rank is not None:

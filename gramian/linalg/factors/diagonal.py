@@ -1,4 +1,4 @@
-"""M = diag(d): token counts, and matrices of which only the diagonal is stored."""
+"""A factor M = diag(d): token counts, and matrices of which only the diagonal is stored."""
 
 from collections.abc import Callable
 
@@ -9,12 +9,12 @@ from gramian.linalg.factors.factor import FactorWork, Spectral, raised
 
 
 class Diagonal(Spectral):
-    """M = diag(d), d ≥ 0. Bytes: n. Everything is exact."""
+    """A factor M = diag(d) with d [n] ≥ 0, stored as n numbers. All results are exact."""
 
     kind = "diagonal"
 
     def __init__(self, values_N: Tensor) -> None:
-        """Store d [n]; nothing is computed."""
+        """Take the diagonal d [n] without copying; nothing is computed."""
         self.values_N, self.dim, self.rank = values_N, len(values_N), len(values_N)
         self.dtype = self.storage_dtype = values_N.dtype
         self.device = values_N.device
@@ -22,81 +22,81 @@ class Diagonal(Spectral):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of d."""
+        """Bytes of the stored diagonal d."""
         return self.values_N.nbytes
 
     @property
     def quantisation_error(self) -> Tensor:
-        """0: a diagonal is stored in full precision."""
+        """0, the relative error from being stored: a diagonal is stored in full precision."""
         return torch.zeros((), device=self.device)
 
     @property
     def spectrum(self) -> Tensor:
-        """d itself: the basis is the standard one."""
+        """The eigenvalues, which are d: the eigenbasis is the standard basis."""
         return self.values_N
 
     def to_basis(self, y_NK: Tensor) -> Tensor:
-        """Y itself: the eigenbasis is the standard basis."""
+        """Y itself, its coordinates in the eigenbasis, which is the standard basis."""
         return y_NK
 
     def from_basis(self, c_RK: Tensor) -> Tensor:
-        """C itself: the eigenbasis is the standard basis."""
+        """C itself: the eigenbasis, in which C are coordinates, is the standard basis."""
         return c_RK
 
     def working_dtype(self, damping: float, p: float = -1.0) -> torch.dtype:
-        """The dtype of d: nothing cancels in products with a diagonal."""
+        """The dtype of d, for every damping and power: nothing cancels in products with a diagonal."""
         return self.dtype
 
     def power(self, y_NK: Tensor, p: float, damping: float, max_condition: float | None = None) -> Tensor:
-        """(d + λ)^p ⊙ Y."""
+        """(d + λ)^p ⊙ Y for Y [n, k], λ = `damping`, with d + λ clipped if `max_condition` is given."""
         shifted = raised(self.values_N + damping, self._floor(damping, max_condition))
         return shifted.pow(p).to(y_NK.device)[:, None] * y_NK.to(torch.promote_types(self.dtype, y_NK.dtype))
 
     def matvec(self, y_NK: Tensor) -> Tensor:
-        """d ⊙ Y."""
+        """M Y = d ⊙ Y for Y [n, k]."""
         return self.values_N.to(y_NK.device)[:, None] * y_NK.to(self.dtype)
 
     def trace(self) -> Tensor:
-        """Σ d."""
+        """Trace of M, Σ d, 0-dim float64."""
         return self.values_N.double().sum()
 
     def frobenius(self) -> Tensor:
-        """‖d‖."""
+        """‖M‖_F = ‖d‖, 0-dim float64."""
         norm: Tensor = torch.linalg.vector_norm(self.values_N, dtype=torch.float64)
         return norm
 
     def largest_bound(self) -> Tensor:
-        """max d."""
+        """The largest eigenvalue, max d, 0-dim float64."""
         return self.values_N.max().double()
 
     def extremes(self) -> tuple[float, float] | None:
-        """min d and max d."""
+        """Smallest and largest eigenvalue: min d and max d."""
         return float(self.values_N.min()), float(self.values_N.max())
 
     def diagonal(self) -> Tensor:
-        """The diagonal d."""
+        """The diagonal d of M, [n]."""
         return self.values_N
 
     def prepare_solve(self, damping: float, first_jitter: float, dtype: torch.dtype = torch.float32) -> None:
         """Do nothing: a diagonal needs no factorisation."""
 
     def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-6) -> Tensor:
-        """Y / (d + λ)."""
+        """(M + λI)⁻¹ Y = Y / (d + λ) for Y [n, k], λ = `damping`."""
         return self.power(y_NK, -1.0, damping)
 
     def logdet(self, damping: float) -> Tensor:
-        """Σ log(d + λ)."""
+        """log det(M + λI) = Σ log(d + λ), λ = `damping`, 0-dim float64."""
         return (self.values_N.double() + damping).log().sum()
 
     def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> "Diagonal":
-        """The same diagonal with d moved."""
+        """The same factor with d passed through `move`."""
         return Diagonal(move(self.values_N))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Diagonal":
-        """The same diagonal on another device or in another dtype, float32 at least."""
+        """The same factor on another device or in another dtype, float32 at least."""
         wide = None if dtype is None else torch.float64 if dtype == torch.float64 else torch.float32
         return Diagonal(self.values_N.to(device=device, dtype=wide))
 
     def dense(self) -> Tensor:
-        """diag(d)."""
+        """The matrix diag(d), [n, n]."""
         return torch.diag(self.values_N)

@@ -1,9 +1,9 @@
-"""M = diag(d) ± U Uᵀ: the exact Fisher of a softmax head (minus), a tied embedding and head (plus).
+"""A factor M = diag(d) ± U Uᵀ: the exact Fisher of a softmax head (minus), a tied embedding and head (plus).
 
-Woodbury with a diagonal that varies: S = I ± Uᵀ D_λ⁻¹ U with D_λ = d + λ, and
-(M+λI)⁻¹Y = D_λ⁻¹Y ∓ D_λ⁻¹U S⁻¹ UᵀD_λ⁻¹Y. For the softmax head S is nearly singular (M·1 = 0), so it is formed in float64.
-Exact: p = ±1 (and all integers), trace, Frobenius norm, log det. Other powers are sums of shifted
-inverses, and shifts that differ by column are solved by conjugate gradients; `work.error_bound` says how well.
+Woodbury with a diagonal that varies: S = I ± Uᵀ D_λ⁻¹ U with D_λ = d + λ, and (M+λI)⁻¹Y = D_λ⁻¹Y ∓ D_λ⁻¹U S⁻¹ UᵀD_λ⁻¹Y. For
+the softmax head S is nearly singular (M·1 = 0), so it is formed in float64. Exact: p = ±1 (and all integers), trace,
+Frobenius norm, log det. Other powers are sums of shifted inverses, and shifts that differ by column are solved by conjugate
+gradients; `work.error_bound` bounds their error.
 """
 
 from collections.abc import Callable
@@ -24,10 +24,10 @@ CG_TOLERANCE = 1e-12
 
 
 class DiagonalLowRank(AtRest):
-    """M = diag(d) + sign·U Uᵀ, positive semi-definite. Bytes: n·r + n at rest, r² once used."""
+    """M = diag(d) + sign·U Uᵀ with U [n, r], positive semi-definite. Numbers: n·r + n stored, r² once used."""
 
     def __init__(self, values_N: Tensor, columns: Stored | Columns, sign: int) -> None:
-        """Store d, all of it, and U [n, r]; `sign` is +1 or -1. Nothing is computed."""
+        """Store d [n] (all rows) and U [n, r]; `sign` is +1 or -1. Nothing is computed."""
         self.values_N, self.sign = values_N, sign
         self.columns = Columns(columns) if isinstance(columns, Stored) else columns
         self.kind = "diagonal minus low rank" if sign < 0 else "diagonal plus low rank"
@@ -38,20 +38,20 @@ class DiagonalLowRank(AtRest):
     def of(
         cls, values_N: Tensor, columns_NR: Tensor, sign: int, storage: torch.dtype | None = None
     ) -> "DiagonalLowRank":
-        """Store U; d stays as it is."""
+        """The factor diag(values) + sign·U Uᵀ, with U rounded to the dtype `storage` (None: its own) and d unchanged."""
         return cls(values_N, store_columns(columns_NR, storage or columns_NR.dtype), sign)
 
     @classmethod
     def softmax(
         cls, weighted_p_NR: Tensor | MatrixSource, storage: torch.dtype, scale: float = 1.0
     ) -> "DiagonalLowRank":
-        """`softmax_of` columns that are stored here, each meant times a number."""
+        """The softmax Fisher from columns scale·√w_t p_t, rounded to the dtype `storage`; see `softmax_of`."""
         stored = store_columns(weighted_p_NR, storage)
         return cls.softmax_of(Columns(stored if scale == 1.0 else stored.scaled(scale)))
 
     @classmethod
     def softmax_of(cls, columns: Columns) -> "DiagonalLowRank":
-        """Σ_t (p̃_t-scaled diagonal) − U Uᵀ for columns u_t = √w_t p_t, positive semi-definite also after rounding.
+        """Softmax Fisher Σ_t w_t (diag p_t − p_t p_tᵀ) from columns u_t = √w_t p_t, positive semi-definite also after rounding.
 
         diag(q)(1ᵀq) − qqᵀ is positive semi-definite for every q ≥ 0, so d is summed from the stored columns:
         d = Σ_t q_t (1ᵀq_t). For exact columns with Σ_k p_k = 1 that is Σ_t w_t p_t. It stays in float64: M is what is left
@@ -61,17 +61,17 @@ class DiagonalLowRank(AtRest):
 
     @property
     def nbytes(self) -> int:
-        """d, U and the small system."""
+        """Bytes of d, U, the small system and, if it was formed, the dense matrix."""
         whole = 0 if self._whole is None else self._whole.nbytes
         return self.values_N.nbytes + self.columns.nbytes + sum(c.nbytes for c in self.pending()) + whole
 
     @property
     def quantisation_error(self) -> Tensor:
-        """Twice that of U, relative to U Uᵀ."""
+        """Relative error of the stored U Uᵀ: about twice that of U."""
         return 2 * self.columns.stored.relative_error
 
     def matvec(self, y_NK: Tensor) -> Tensor:
-        """d ⊙ Y ± U(UᵀY). 4·n·r·k FLOPs."""
+        """M Y = d ⊙ Y ± U(UᵀY) for Y [n, k]. 4·n·r·k FLOPs."""
         y_NK = y_NK.to(self.dtype)
         return self._shifted_matvec(y_NK, self.values_N.to(y_NK)[:, None])
 
@@ -79,15 +79,15 @@ class DiagonalLowRank(AtRest):
         return d_N1 * y_NK + self.sign * self.columns.times(self.columns.transposed_times(y_NK))
 
     def trace(self) -> Tensor:
-        """Σ d ± ‖U‖²."""
+        """Trace of M, Σ d ± ‖U‖_F², 0-dim float64."""
         return self.values_N.double().sum() + self.sign * self.columns.square()
 
     def diagonal(self) -> Tensor:
-        """d ± squared row norms of U."""
+        """The diagonal of M, [n]: d ± squared row norms of U."""
         return (self.values_N.double() + self.sign * self.columns.squares_N()).to(self.dtype)
 
     def frobenius(self) -> Tensor:
-        """√(‖d‖² ± 2 Σ d_i‖u_i‖² + ‖UᵀU‖²)."""
+        """‖M‖_F = √(‖d‖² ± 2 Σ d_i‖u_i‖² + ‖UᵀU‖_F²) with rows u_i of U, 0-dim float64."""
         d_N = self.values_N.double()
         cross = (d_N * self.columns.squares_N()).sum()
         return (
@@ -95,7 +95,7 @@ class DiagonalLowRank(AtRest):
         )
 
     def largest_bound(self) -> Tensor:
-        """max d, plus ‖UᵀU‖_F where U adds."""
+        """Upper bound of the largest eigenvalue: max d, plus ‖UᵀU‖_F if U Uᵀ is added (sign > 0)."""
         top = self.values_N.max().double()
         if self.sign < 0:
             return top
@@ -103,12 +103,12 @@ class DiagonalLowRank(AtRest):
         return top + norm
 
     def eigenvalues(self) -> Tensor:
-        """All eigenvalues, from the matrix written out, of sides up to `WIDEST_DENSE`. 9·n³ FLOPs."""
+        """All eigenvalues of M, from the dense matrix, for sides up to `WIDEST_DENSE`. 9·n³ FLOPs."""
         values: Tensor = torch.linalg.eigvalsh(self.to_dense().double())
         return values.clamp(min=0).to(self.dtype)
 
     def power(self, y_NK: Tensor, p: float, damping: float, max_condition: float | None = None) -> Tensor:
-        """Integers exactly; the fractional rest q in (-1, 0) by shifted inverses; an active clip on the matrix written out."""
+        """(M + λI)^p Y: integer p exactly, the fractional rest in (-1, 0) by shifted inverses, active clips on the dense M."""
         given = torch.promote_types(self.dtype, y_NK.dtype)
         if not self.clips_nothing(damping, max_condition) and self.dim <= WIDEST_DENSE:
             return self.written_out().power(y_NK, p, damping, max_condition)
@@ -133,7 +133,7 @@ class DiagonalLowRank(AtRest):
         return out.to(given)
 
     def power_by_column(self, y_NK: Tensor, p: float, scales_K: Tensor, damping: float) -> Tensor:
-        """(s_j M + λI)^p y_j for every column j, for the joint damping of a Kronecker product.
+        """(s_j M + λI)^p y_j for every column y_j of Y, with scales s [k], for the joint damping of a Kronecker product.
 
         p = -1 by conjugate gradients with the diagonal as preconditioner, in float64, until no column's residual exceeds
         `CG_TOLERANCE`. `work.error_bound` is that of the worst column: ‖x − x*‖ ≤ ‖residual‖/λ, carried through every step.
@@ -160,7 +160,7 @@ class DiagonalLowRank(AtRest):
         return out.to(self.dtype)
 
     def _conjugate_gradients(self, b_NK: Tensor, scales_K: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-        """X and what its columns are off by at most, [k]."""
+        """Solve (s_j M + λI) x_j = b_j for every column j of B, with scales s: X, and a bound on each column's error [k]."""
         d_N1 = self.values_N.to(b_NK)[:, None]
         conditioner = 1.0 / (self.diagonal().clamp(min=0).to(b_NK)[:, None] * scales_K + damping)
         x = torch.zeros_like(b_NK)
@@ -185,14 +185,14 @@ class DiagonalLowRank(AtRest):
         return x, (b_NK - system(x)).norm(dim=0) / damping
 
     def written_out(self) -> Dense:
-        """M as a dense factor, cached; its work is recorded with this factor's."""
+        """M as a cached dense factor, whose attempts and fallbacks are recorded in this factor's `work`."""
         if self._whole is None:
             self._whole = Dense.of(self.to_dense())
             self._whole.work = self.work
         return self._whole
 
     def _clipped_damping(self, damping: float, max_condition: float | None) -> float:
-        """λ, or the clip's floor where single eigenvalues would have to be raised.
+        """λ, or the clip's floor in its place where single eigenvalues would have to be raised.
 
         Raising λ to the floor moves every eigenvalue to at most twice what the clip gives it, as far as the bound on σ_max,
         from which the floor is taken, is σ_max.
@@ -207,7 +207,7 @@ class DiagonalLowRank(AtRest):
         return raised_to
 
     def clip(self, damping: float, max_condition: float) -> Clip:
-        """Nothing, where the bound shows it; else from the matrix written out, or all, by raising the damping."""
+        """The effect of the clip: none if the bound shows it, else counted on the dense M; all are raised if M is too wide."""
         if self.clips_nothing(damping, max_condition):
             return Clip(0, self.dim, 0.0, (self.bound() + damping) / max_condition)
         if self.dim <= WIDEST_DENSE:
@@ -216,7 +216,7 @@ class DiagonalLowRank(AtRest):
         return Clip(self.dim, self.dim, self.dim * (floor - damping), floor)
 
     def prepare_solve(self, damping: float, first_jitter: float, dtype: torch.dtype = torch.float32) -> None:
-        """Launch the factorisation of S; one damping is kept."""
+        """Launch the Cholesky factorisation of S = I ± Uᵀ(d + λ)⁻¹U; only that of the last damping λ is stored."""
         if (damping, torch.float64) not in self._cholesky:
             self._cholesky = {(damping, torch.float64): self._system(damping, first_jitter)}
 
@@ -226,7 +226,7 @@ class DiagonalLowRank(AtRest):
         return Cholesky(small, first_jitter)
 
     def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-12) -> Tensor:
-        """Woodbury. 2·n·r² + r³/3 FLOPs once, then 4·n·r·k, in float64."""
+        """(M + λI)⁻¹ Y by Woodbury's formula in float64. 2·n·r² + r³/3 FLOPs once, then 4·n·r·k for Y [n, k]."""
         self.prepare_solve(damping, first_jitter)
         given = torch.promote_types(self.dtype, y_NK.dtype)
         return by_columns(y_NK, self.dim, lambda y: self._solve(y.to(torch.float64), damping, keep=True), given)
@@ -243,11 +243,11 @@ class DiagonalLowRank(AtRest):
         return self.columns.times(inner).div_(d_N1).mul_(-self.sign).add_(scaled)
 
     def logdet(self, damping: float) -> Tensor:
-        """Σ log(d + λ) + log det S."""
+        """log det(M + λI) = Σ log(d + λ) + log det S, S = I ± Uᵀ(d + λ)⁻¹U, 0-dim float64."""
         return (self.values_N.double() + damping).log().sum() + self._system(damping, 1e-14).logdet()
 
     def thin(self, chosen: Tensor) -> "DiagonalLowRank":
-        """A factor of the chosen columns alone, scaled by √(r/chosen): the same matrix in the mean over random choices.
+        """A factor of the `chosen` columns only, scaled by √(r/number): the same matrix in the mean over random choices.
 
         Columns that are subtracted have their share Σ_t u_t(1ᵀu_t) in d, which is scaled with them: M stays positive
         semi-definite.
@@ -260,11 +260,11 @@ class DiagonalLowRank(AtRest):
         return DiagonalLowRank(d_N, columns, self.sign)
 
     def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> "DiagonalLowRank":
-        """d and U moved."""
+        """The same factor with d and U passed through `move`; `home`: the GPU that computes its products."""
         return DiagonalLowRank(move(self.values_N), self.columns.moved(move, home), self.sign)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "DiagonalLowRank":
-        """Moved, or stored again."""
+        """The same factor on another device, or with U rounded to another storage dtype."""
         columns = self.columns.to(device, dtype)
         if dtype is None or dtype == self.storage_dtype:
             return DiagonalLowRank(self.values_N.to(device=device), columns, self.sign)
@@ -272,14 +272,14 @@ class DiagonalLowRank(AtRest):
         return DiagonalLowRank(values_N, within_diagonal(values_N, columns, self.sign), self.sign)
 
     def dense(self) -> Tensor:
-        """diag(d) ± U Uᵀ."""
+        """The matrix M = diag(d) ± U Uᵀ, [n, n]."""
         whole = self.columns.whole().squared().mul_(self.sign)
         whole.diagonal().add_(self.values_N.to(whole))
         return whole
 
 
 def within_diagonal(values_N: Tensor, columns: Columns, sign: int) -> Columns:
-    """U, a little smaller where rounding it made diag(d) − U Uᵀ indefinite. 2·n·r² FLOPs.
+    """U, scaled down a little where rounding it made diag(d) − U Uᵀ indefinite; unchanged if `sign` > 0. 2·n·r² FLOPs.
 
     It is positive semi-definite if the largest eigenvalue of Uᵀ diag(d)⁻¹ U is 1 at most; rows of U are 0 where d is.
     """

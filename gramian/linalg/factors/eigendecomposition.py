@@ -6,22 +6,22 @@ from torch import Tensor
 from gramian.core.errors import GramianError
 
 WORKSPACE = 3
-"""Copies of the matrix that a decomposition needs beside it: the eigenvectors and twice that of work."""
+"""Copies of the matrix that an eigendecomposition needs beside it: the eigenvectors and twice that of work."""
 
 
 def fits(side: int, itemsize: int, free: int) -> bool:
-    """True if a decomposition takes no more than half of so many free bytes."""
+    """True if the eigendecomposition of a [side, side] matrix takes at most half of `free` bytes."""
     return WORKSPACE * side**2 * itemsize <= free // 2
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes of a GPU that this process could still get, what its allocator keeps ready included."""
+    """Bytes of a GPU that this process could still allocate, the allocator's cache included."""
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
 def eigendecompose(matrix_NN: Tensor) -> tuple[Tensor, Tensor, str]:
-    """M = Q diag(σ) Qᵀ, σ ascending.
+    """Eigendecomposition M = Q diag(σ) Qᵀ of a symmetric matrix, σ ascending.
 
     Tried in turn: where and as the matrix is, in float64, in float64 on the CPU; on the CPU at once where it would take more
     than half of a GPU's free memory. Cost: about 9 n³ FLOPs and 3 n² numbers.
@@ -52,7 +52,7 @@ def eigendecompose(matrix_NN: Tensor) -> tuple[Tensor, Tensor, str]:
 
 
 def singular_pairs(matrix_NN: Tensor) -> tuple[Tensor, Tensor]:
-    """σ [n], ascending, and Q [n, n] of a positive semi-definite matrix, by another algorithm than `eigendecompose`."""
+    """Eigenvalues σ [n], ascending, and eigenvectors Q [n, n] of a positive semi-definite matrix, by SVD in place of eigh."""
     try:
         _, values, transposed = torch.linalg.svd(matrix_NN.to(device="cpu", dtype=torch.float64))
     except RuntimeError as error:

@@ -1,7 +1,7 @@
-"""The contract of every factor: a symmetric positive semi-definite matrix M [n, n], never formed where it need not be.
+"""The interface of every factor: a symmetric positive semi-definite matrix M [n, n], formed only where it must be.
 
-Legend: n side of M, r stored directions, k columns of a right-hand side Y [n, k], λ damping, κ the largest condition number
-that is let through.
+Legend: n side of M, r stored directions, k columns of a right-hand side Y [n, k], λ damping, σ eigenvalues of M, κ the
+largest condition number that the clip allows.
 
 The clip (κ given): eigenvalues of M + λI below (σ_max+λ)/κ are raised to it, those of the unstored complement too.
 """
@@ -25,33 +25,34 @@ from gramian.linalg.wide import exact_float32, tensor_float32
 WIDEST_DENSE = 16_384
 """Widest side n of a matrix that is ever stored or formed as n×n."""
 TENSOR_FLOAT = 2.0**-11
-"""Rounding of operands in TF32 products."""
+"""Relative rounding error of the operands of TF32 products."""
 COARSE = 0.1
-"""Largest relative error ε·κ that such products may cost a factor whose storage cost as much."""
+"""Largest error ε·κ (precision times condition number) of TF32 products that a factor stored in half precision may have."""
 TRUSTED = {True: 1e-3, False: 1e-6}
-"""Largest relative error ε·κ that float32 products may cost a factor stored in half precision (True) or not (False); above
-it the algebra runs in float64. The other side of a block multiplies the error by its own κ."""
+"""{stored in half precision: largest relative error ε·κ of float32 products that is accepted}; above it float64 is used. The
+other side of a block multiplies the error by its own κ.
+"""
 
 
 @dataclass
 class FactorWork:
-    """Work done with a factor since it was made: Cholesky attempts, decompositions, fallbacks. It goes into the record."""
+    """Cholesky attempts, decompositions and fallbacks of a factor since it was made, for the record."""
 
     attempts: list[dict[str, float | str]] = field(default_factory=list)
-    """Cholesky attempts: jitter and result."""
+    """Cholesky attempts of the last solve: {"jitter", "result"} of each."""
     decomposed: str = ""
-    """Precision and device of the eigendecomposition, if there was one."""
+    """Precision and device of the eigendecomposition, such as "float32 on cuda"; "" if there was none."""
     fallback: str = ""
-    """The replacement that was used where something failed, and the reason."""
+    """What replaced a step that failed, and the reason; "" if none failed."""
     error_bound: float = 0.0
-    """Relative error bound of the last approximate function of the matrix; 0: exact up to rounding."""
+    """Relative error bound of the last power that was approximated; 0: exact up to rounding."""
     clip_note: str = ""
-    """The replacement where the clip could not be applied to single eigenvalues."""
+    """What was done instead, where the clip could not be applied to single eigenvalues."""
 
 
 @dataclass(frozen=True)
 class Clip:
-    """Effect of the κ_max clip: `count` of `total` eigenvalues of M + λI were raised to `floor`, by `mass` in sum."""
+    """Effect of the clip on M + λI: `count` of `total` eigenvalues were raised to `floor`, by `mass` in sum."""
 
     count: int
     total: int
@@ -60,108 +61,108 @@ class Clip:
 
 
 class Factor(ABC):
-    """A symmetric positive semi-definite matrix M."""
+    """Base of all factors: a symmetric positive semi-definite matrix M [n, n]."""
 
     kind: str
-    """Name of the representation."""
+    """Name of the representation, such as "low rank"."""
     dim: int
-    """Side n of M."""
+    """Number n of rows of the factor's matrix M [n, n]."""
     rank: int
-    """Stored directions: an upper bound of the rank of what is not diagonal."""
+    """Number of stored directions (columns): an upper bound of the rank of the part that is not diagonal."""
     dtype: torch.dtype
-    """Dtype of results: float64 where stored so, else float32."""
+    """Dtype of results: float64 if M is stored in float64, else float32."""
     storage_dtype: torch.dtype
-    """Dtype in which M is stored."""
+    """Dtype in which the factor's matrix M is stored."""
     device: torch.device
-    """Device on which M is stored."""
+    """Device on which the factor's matrix M is stored."""
     work: FactorWork
     _bound: float | None = None
     _trace: float | None = None
     _pending_trace: Tensor | None = None
-    """Trace that was computed before the factor moved, and not read from the device yet."""
+    """Trace that was computed before the factor was moved to another device, not read yet."""
 
     # ---- what each representation answers --------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes stored, decompositions included."""
+        """Bytes of the stored matrix and of its decompositions."""
 
     @property
     @abstractmethod
     def quantisation_error(self) -> Tensor:
-        """Relative error of M in the Frobenius norm from being stored (a bound for factored forms), 0-dim."""
+        """Relative error of M in the Frobenius norm from rounding to the storage dtype (a bound for factored forms), 0-dim."""
 
     @abstractmethod
     def matvec(self, y_NK: Tensor) -> Tensor:
-        """M Y."""
+        """M Y for the factor's matrix M [n, n] and Y [n, k]."""
 
     @abstractmethod
     def trace(self) -> Tensor:
-        """tr M, 0-dim float64."""
+        """Trace of the factor's matrix M, 0-dim float64."""
 
     @abstractmethod
     def frobenius(self) -> Tensor:
-        """‖M‖_F, 0-dim float64."""
+        """Frobenius norm of the factor's matrix M, 0-dim float64."""
 
     @abstractmethod
     def largest_bound(self) -> Tensor:
-        """A number that σ_max certainly does not exceed, 0-dim float64; exact once M is decomposed."""
+        """Upper bound of the largest eigenvalue of M, 0-dim float64; exact once M is decomposed."""
 
     @abstractmethod
     def diagonal(self) -> Tensor:
-        """The diagonal of M, [n]."""
+        """The diagonal of the factor's matrix M, [n]."""
 
     @abstractmethod
     def eigenvalues(self) -> Tensor:
-        """All n eigenvalues, ascending, zeros counted."""
+        """All n eigenvalues of M, ascending, zeros included."""
 
     @abstractmethod
     def power(self, y_NK: Tensor, p: float, damping: float, max_condition: float | None = None) -> Tensor:
-        """(M + λI)^p Y for any real p, with the clip if `max_condition` is given; float64 where M or Y is."""
+        """(M + λI)^p Y for any real p, λ = `damping`, clipped if `max_condition` is given; float64 if M or Y is."""
 
     @abstractmethod
     def prepare_solve(self, damping: float, first_jitter: float, dtype: torch.dtype = torch.float32) -> None:
-        """Launch what `solve` of a Y of this dtype needs at this damping, and wait for nothing."""
+        """Launch the factorisation that `solve` of a Y of this dtype needs at this damping, without waiting for it."""
 
     @abstractmethod
     def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-6) -> Tensor:
-        """(M + λI)⁻¹ Y by Cholesky, without an eigendecomposition and without the clip; float64 where M or Y is."""
+        """(M + λI)⁻¹ Y by Cholesky, λ = `damping`, without eigendecomposition or clip; float64 if M or Y is."""
 
     @abstractmethod
     def logdet(self, damping: float) -> Tensor:
-        """log det(M + λI), 0-dim float64."""
+        """log det(M + λI), λ = `damping`, 0-dim float64."""
 
     @abstractmethod
     def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> Self:
-        """The same matrix with every tensor moved; `home`: the GPU that goes on making its products."""
+        """The same factor with every tensor passed through `move`; `home`: the GPU that computes its products from now on."""
 
     @abstractmethod
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Factor":
-        """The same matrix stored elsewhere or otherwise."""
+        """The same factor on another device or in another storage dtype."""
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """M written out, [n, n]; use `to_dense`."""
+        """M as a matrix [n, n]; callers use `to_dense`, which checks the width."""
 
     @abstractmethod
     def clip(self, damping: float, max_condition: float) -> Clip:
-        """The effect of the κ_max clip at this damping."""
+        """How many eigenvalues of M + λI the clip raises, λ = `damping`, κ = `max_condition`, and by how much."""
 
     def extremes(self) -> tuple[float, float] | None:
-        """Smallest and largest eigenvalue of M, where they are known without more work."""
+        """Smallest and largest eigenvalue of M if they are known without more work, else None."""
         return None
 
     # ---- what follows ----------------------------------------------------------------------------------------------
 
     def to_dense(self) -> Tensor:
-        """M written out, [n, n], for tests and sides up to `WIDEST_DENSE`."""
+        """M as a matrix [n, n]; an error for sides above `WIDEST_DENSE`."""
         if self.dim > WIDEST_DENSE:
             raise GramianError(f"to_dense: the side is {self.dim} wide; expected at most {WIDEST_DENSE}")
         return self.dense()
 
     def bound(self) -> float:
-        """`largest_bound` as a number, read from the device once; exact once M is decomposed."""
+        """Upper bound of the largest eigenvalue as a float, read from the device once; exact once M is decomposed."""
         known = self.extremes()
         if known is not None:
             return known[1]
@@ -170,17 +171,17 @@ class Factor(ABC):
         return self._bound
 
     def _known_bound(self) -> float:
-        """`bound` where it was asked for before, else the trace, which costs no product."""
+        """Upper bound of the largest eigenvalue: `bound` if it was computed before, else the trace, which costs no product."""
         if self._bound is None and self._trace is None:
             self._trace = float(self.trace())
         return self._bound if self._bound is not None else float(self._trace or 0.0)
 
     def clips_nothing(self, damping: float, max_condition: float | None) -> bool:
-        """True if a bound on σ_max shows that no eigenvalue of M + λI would be raised."""
+        """True if an upper bound of M's eigenvalues shows that the clip would raise no eigenvalue of M + λI, λ = `damping`."""
         return max_condition is None or damping * max_condition >= self.bound() + damping
 
     def condition(self, damping: float, max_condition: float | None) -> tuple[float, bool]:
-        """κ of the damped, clipped matrix, and True; where nothing was decomposed a bound of it, and False."""
+        """(condition number of the damped, clipped M, True), or before M is decomposed (an upper bound of it, False)."""
         known = self.extremes()
         low, high = (0.0, self._known_bound()) if known is None else known
         if not low + damping > 0:
@@ -189,11 +190,11 @@ class Factor(ABC):
         return (kappa if max_condition is None else min(kappa, max_condition)), known is not None
 
     def condition_bound(self, damping: float) -> float:
-        """A number that the condition of M + λI does not exceed."""
+        """Upper bound of the condition number of M + λI, λ = `damping`; infinity for λ = 0."""
         return self.bound() / damping + 1.0 if damping > 0 else float("inf")
 
     def working_dtype(self, damping: float, p: float = -1.0) -> torch.dtype:
-        """The dtype of products for the power p at this damping: ε·κ^|p| decides."""
+        """float32, or float64 if ε·κ^|p| is too large: dtype of products for power p, κ the condition of M + λI."""
         if self.dtype == torch.float64:
             return torch.float64
         allowed = TRUSTED[self.storage_dtype in HALF] / torch.finfo(torch.float32).eps
@@ -201,52 +202,52 @@ class Factor(ABC):
         return torch.float32 if trusted else torch.float64
 
     def coarse(self, damping: float) -> bool:
-        """True if tensor cores may multiply where this factor is applied at this damping.
+        """True if TF32 tensor cores may be used where this factor is applied at this damping.
 
-        Being stored in half precision has rounded M by 2⁻¹¹ or so, and a solve multiplies that by up to κ. Products that round
-        their operands alike (TF32), and a Gram summed with float32 accumulators, cost of the same order again; they are used
-        while κ·2⁻¹¹ stays below `COARSE`.
+        Being stored in half precision has rounded M by 2⁻¹¹ or so, and a solve multiplies that by up to κ. Products that
+        round their operands alike (TF32), and a Gram summed with float32 accumulators, cost of the same order again; they are
+        used while κ·2⁻¹¹ stays below `COARSE`.
         """
         half = self.storage_dtype in HALF and self.device.type == "cuda"
         return half and TENSOR_FLOAT * self.condition_bound(damping) <= COARSE
 
     def products(self, damping: float) -> AbstractContextManager[None]:
-        """The precision of float32 products while this factor is applied at this damping: TF32 or float32 proper."""
+        """A context that sets float32 products to TF32 or full float32 while this factor is applied at this damping."""
         return tensor_float32() if self.coarse(damping) else exact_float32()
 
     def pending(self) -> list[Cholesky]:
-        """Cholesky factorisations that were launched and not checked."""
+        """Cholesky factorisations of this factor that were launched and perhaps not checked yet."""
         return []
 
 
 class Spectral(Factor):
-    """A factor with known eigenvectors: M = Q diag(σ) Qᵀ, and zero on the complement of Q."""
+    """A factor with eigenvectors: M = Q diag(σ) Qᵀ with Q [n, r], and zero on the complement of Q."""
 
     @property
     @abstractmethod
     def spectrum(self) -> Tensor:
-        """σ [r], not negative, float64 or the working dtype; decomposes on first use."""
+        """Eigenvalues σ [r] ≥ 0, float64 or the working dtype; the first use decomposes M."""
 
     @abstractmethod
     def to_basis(self, y_NK: Tensor) -> Tensor:
-        """Qᵀ Y, [r, k]."""
+        """Qᵀ Y, [r, k], for Y [n, k] and the eigenvectors Q."""
 
     @abstractmethod
     def from_basis(self, c_RK: Tensor) -> Tensor:
-        """Q C, [n, k]."""
+        """Q C, [n, k], for coordinates C [r, k] and the eigenvectors Q."""
 
     @property
     def complete(self) -> bool:
-        """True if Q spans everything."""
+        """True if the eigenvectors Q span the whole space (r = n)."""
         return len(self.spectrum) == self.dim
 
     def eigenvalues(self) -> Tensor:
-        """σ and zeros, ascending."""
+        """All n eigenvalues of M, ascending: those of its eigenvectors Q, and zeros for the complement of Q."""
         values = self.spectrum
         return torch.cat([values.new_zeros(self.dim - len(values)), values.sort().values])
 
     def power(self, y_NK: Tensor, p: float, damping: float, max_condition: float | None = None) -> Tensor:
-        """f₀Y + Q (f(σ) − f₀) C with C = QᵀY: exact for every p. 4·n·r·k FLOPs.
+        """(M + λI)^p Y = f₀Y + Q (f(σ) − f₀) QᵀY with f(σ) = (σ + λ)^p, clipped: exact for every p. 4·n·r·k FLOPs.
 
         f₀ = f(0) is subtracted before Q is applied: directions whose σ is far below λ, which a thin Q knows badly, then
         count for as little as they should.
@@ -268,7 +269,7 @@ class Spectral(Factor):
         return (outside * y_NK + self.from_basis((f_R - outside)[:, None] * c_RK)).to(given)
 
     def clip(self, damping: float, max_condition: float) -> Clip:
-        """Count on the spectrum and its complement."""
+        """How many eigenvalues of M + λI the clip raises, and by how much, on the spectrum and on its complement."""
         floor = self._floor(damping, max_condition)
         values = self.spectrum.double() + damping
         low = values < floor
@@ -286,46 +287,46 @@ class Spectral(Factor):
 
 
 class AtRest(Factor):
-    """A factor that stores one matrix, and solves by a Cholesky factorisation of a system that it makes of it."""
+    """Base of factors that store one matrix, and solve by Cholesky of a damped matrix formed from it."""
 
     def __init__(self, stored: Stored, dim: int, rank: int) -> None:
         self.stored, self.dim, self.rank = stored, dim, rank
         self.dtype, self.storage_dtype, self.device = stored.dtype, stored.body.dtype, stored.body.device
         self.work = FactorWork()
         self._cholesky: dict[tuple[float, torch.dtype], Cholesky] = {}
-        """The system at one damping, in the dtype of its algebra."""
+        """{(damping, dtype): Cholesky factorisation of the damped system}, of the last damping only."""
 
     def pending(self) -> list[Cholesky]:
-        """Cholesky factorisations that were launched and not checked."""
+        """Cholesky factorisations of this factor that were launched and perhaps not checked yet."""
         return list(self._cholesky.values())
 
 
 class Decomposable(AtRest, Spectral):
-    """A factor at rest whose eigenpairs are computed on first use."""
+    """A factor that stores one matrix (`AtRest`) and computes its eigenpairs on first use."""
 
     _eigen: tuple[Tensor, Tensor] | None = None
     _largest: Tensor | None = None
 
     @abstractmethod
     def eigenpairs(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """σ and the matrix of the basis, exact enough for products in this dtype."""
+        """Eigenvalues σ and the matrix that represents the eigenvectors, exact enough for products in `dtype`."""
 
     @abstractmethod
     def _system(self, damping: float, dtype: torch.dtype) -> Tensor:
-        """The damped matrix that a solve factorises, as a new tensor."""
+        """The matrix that a solve at λ = `damping` factorises (M + λI or UᵀU + λI), as a new tensor."""
 
     @property
     def spectrum(self) -> Tensor:
-        """σ of the eigenpairs."""
+        """Eigenvalues σ of the eigenpairs; the first use decomposes M."""
         return self.eigenpairs()[0]
 
     @property
     def _factorised_nbytes(self) -> int:
-        """Bytes of the decompositions."""
+        """Bytes of the stored eigenpairs and Cholesky factorisation."""
         return sum(part.nbytes for part in (*(self._eigen or ()), *self._cholesky.values()))
 
     def prepare_solve(self, damping: float, first_jitter: float, dtype: torch.dtype = torch.float32) -> None:
-        """Launch the Cholesky factorisation of the damped system; one damping is kept."""
+        """Launch the Cholesky factorisation of the damped system; only that of the last damping is stored."""
         key = (damping, torch.promote_types(self.working_dtype(damping), dtype))
         if key in self._cholesky:
             return
@@ -333,7 +334,7 @@ class Decomposable(AtRest, Spectral):
 
 
 def fetch_traces(factors: Sequence[Factor]) -> dict[int, float]:
-    """{id of a factor: its trace}, waiting for each device once; what was read before is not read again."""
+    """{id of a factor: its trace}, waiting for each device once; traces that were read before are reused."""
     by_device: dict[torch.device, list[tuple[Factor, Tensor]]] = {}
     for factor in {id(factor): factor for factor in factors if factor._trace is None}.values():
         trace = factor.trace() if factor._pending_trace is None else factor._pending_trace
@@ -345,7 +346,7 @@ def fetch_traces(factors: Sequence[Factor]) -> dict[int, float]:
 
 
 def fetch_bounds(factors: Sequence[Factor]) -> None:
-    """Read the bounds of many factors, waiting for each device once."""
+    """Compute and store upper bounds of the largest eigenvalues of many factors, waiting for each device once."""
     unknown = [factor for factor in factors if factor._bound is None and factor.extremes() is None]
     by_device: dict[torch.device, list[Factor]] = {}
     for factor in unknown:
@@ -357,5 +358,5 @@ def fetch_bounds(factors: Sequence[Factor]) -> None:
 
 
 def raised(values: Tensor, floor: float) -> Tensor:
-    """Values, none below the floor."""
+    """`values` clamped to at least `floor`; unchanged if the floor is 0."""
     return values.clamp(min=floor) if floor > 0 else values

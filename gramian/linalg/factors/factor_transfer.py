@@ -17,31 +17,31 @@ What = Literal["solve", "eigen"]
 
 
 def side(factor: Factor) -> int:
-    """n of the matrix that is factorised."""
+    """Side n of the matrix that is factorised: the width of a dense factor, the rank of a low-rank one."""
     return factor.dim if isinstance(factor, Dense) else factor.rank
 
 
 def flops(factor: Factor, what: What) -> float:
-    """About n³/3 for a Cholesky factorisation, 9n³ for eigenpairs."""
+    """FLOPs of a factorisation of this factor: about n³/3 for Cholesky ("solve"), 9n³ for eigenpairs ("eigen")."""
     return side(factor) ** 3 * (9.0 if what == "eigen" else 1 / 3)
 
 
 def prepare_power(
     factor: Decomposable, p: float, damping: float, max_condition: float | None, dtype: torch.dtype
 ) -> None:
-    """Find the eigenpairs that `power` of a Y of this dtype will use."""
+    """Compute the eigenpairs that `factor.power` with exponent p will use for a Y of this dtype."""
     lowest = max(damping, factor._floor(damping, max_condition))
     factor.eigenpairs(torch.promote_types(factor.working_dtype(lowest, p), dtype))
 
 
 def forget_system(factor: Factor) -> None:
-    """Free an earlier Cholesky factorisation."""
+    """Free the Cholesky factorisation that this factor stores."""
     assert isinstance(factor, AtRest)
     factor._cholesky = {}
 
 
 def made(factor: Factor, what: What) -> tuple[list[Tensor], dict[str, Any]]:
-    """Export the last factorisation: its tensors, and its JSON-able record."""
+    """Export a factor's last factorisation: its tensors, and its JSON-able record."""
     if what == "eigen":
         assert isinstance(factor, Decomposable) and factor._eigen is not None
         return list(factor._eigen), {"decomposed": factor.work.decomposed, "fallback": factor.work.fallback}
@@ -50,7 +50,7 @@ def made(factor: Factor, what: What) -> tuple[list[Tensor], dict[str, Any]]:
 
 
 def take(factor: Factor, what: What, damping: float, tensors: list[Tensor], about: dict[str, Any]) -> None:
-    """Import a factorisation that another rank computed."""
+    """Store in `factor` a factorisation that another rank exported with `made`."""
     if what == "eigen":
         assert isinstance(factor, Decomposable)
         factor._eigen = (tensors[0], tensors[1])

@@ -1,4 +1,4 @@
-"""M = U Uᵀ with fewer columns than rows: the Woodbury form, with thin eigenpairs on demand.
+"""A factor M = U Uᵀ with fewer columns than rows: the Woodbury form, with thin eigenpairs on demand.
 
 U is what is stored, at whatever precision; everything else follows from K = UᵀU [r, r] in float64, so the algebra is that of
 the stored U exactly. K = V diag(σ) Vᵀ gives the eigenvectors Q = U V σ^(-1/2), which are applied as two thin products and
@@ -20,18 +20,21 @@ from gramian.linalg.wide import by_columns
 
 
 class LowRank(Decomposable):
-    """M = U Uᵀ, U [n, r]. Bytes: n·r at rest and r² once used. First use: 2·n·r² + r³/3 (Cholesky) or + 9r³ (eigen) FLOPs."""
+    """A factor M = U Uᵀ with U [n, r]. Numbers: n·r stored, r² once used.
+
+    FLOPs of the first use: 2·n·r² + r³/3 (Cholesky) or + 9r³ (eigenpairs).
+    """
 
     kind = "low rank"
 
     def __init__(self, columns: Stored | Columns) -> None:
-        """Store the columns U; nothing is computed."""
+        """Take the columns U [n, r] without copying; nothing is computed."""
         self.columns = Columns(columns) if isinstance(columns, Stored) else columns
         super().__init__(self.columns.stored, self.columns.dim, self.columns.count)
 
     @classmethod
     def of(cls, columns_NR: Tensor | MatrixSource, storage: torch.dtype | None = None, scale: float = 1.0) -> "LowRank":
-        """A factor U Uᵀ of the columns scale·U, one per direction (token); `storage`: dtype at rest, None: its own."""
+        """The factor M = scale²·U Uᵀ of columns U [n, r]; `storage`: dtype in which U is stored, None: its own."""
         if not isinstance(columns_NR, Tensor | MatrixSource) or len(columns_NR.shape) != 2:
             raise GramianError(f"factor: expected columns of shape [n, r], got {list(columns_NR.shape)}")
         stored = store_columns(columns_NR, storage or columns_NR.dtype)
@@ -39,34 +42,34 @@ class LowRank(Decomposable):
 
     @property
     def nbytes(self) -> int:
-        """U and the small decompositions."""
+        """Bytes of U, the cached Gram matrix and the small decompositions."""
         return self.columns.nbytes + self._factorised_nbytes
 
     @property
     def quantisation_error(self) -> Tensor:
-        """‖UUᵀ − U_qU_qᵀ‖/‖UUᵀ‖ ≤ √r(2e + e²) with e the error of U; the bound's leading part 2e is reported."""
+        """Relative error of the stored U Uᵀ: 2e for the error e of U, the leading part of the bound √r(2e + e²)."""
         return 2 * self.columns.stored.relative_error
 
     def matvec(self, y_NK: Tensor) -> Tensor:
-        """U(UᵀY). 4·n·r·k FLOPs."""
+        """M Y = U(UᵀY) for Y [n, k]. 4·n·r·k FLOPs."""
         y_NK = y_NK.to(self.dtype)
         return self.columns.times(self.columns.transposed_times(y_NK))
 
     def trace(self) -> Tensor:
-        """‖U‖_F²."""
+        """Trace of M, ‖U‖_F², 0-dim float64."""
         return self.columns.square()
 
     def diagonal(self) -> Tensor:
-        """Squared norms of U's rows."""
+        """The diagonal of M, [n]: squared norms of U's rows."""
         return self.columns.squares_N().to(self.dtype)
 
     def frobenius(self) -> Tensor:
-        """‖UᵀU‖_F."""
+        """‖M‖_F = ‖UᵀU‖_F, 0-dim float64."""
         norm: Tensor = torch.linalg.vector_norm(self.columns.cached_gram())
         return norm
 
     def largest_bound(self) -> Tensor:
-        """σ_max where it is known, else ‖UᵀU‖_F."""
+        """Upper bound of the largest eigenvalue: itself once M is decomposed, else a little above ‖UᵀU‖_F."""
         if self._eigen is not None:
             return self._eigen[0].max().double() if len(self._eigen[0]) else torch.zeros((), dtype=torch.float64)
         if self._largest is None:
@@ -75,22 +78,22 @@ class LowRank(Decomposable):
         return self._largest
 
     def extremes(self) -> tuple[float, float] | None:
-        """Once decomposed; 0 is an eigenvalue unless the columns span everything."""
+        """Smallest (0 unless the columns span everything) and largest eigenvalue once M is decomposed, else None."""
         if self._eigen is None or not len(self._eigen[0]):
             return None
         values = self._eigen[0]
         return (float(values.min()) if self.complete else 0.0), float(values.max())
 
     def to_basis(self, y_NK: Tensor) -> Tensor:
-        """Wᵀ(UᵀY) with W = Vσ^(-1/2)."""
+        """QᵀY = Wᵀ(UᵀY), [s, k], for Y [n, k] and eigenvectors Q = U W, W = Vσ^(-1/2), from UᵀU = V diag(σ) Vᵀ."""
         return self.eigenpairs()[1].to(y_NK).mT @ self.columns.transposed_times(y_NK)
 
     def from_basis(self, c_RK: Tensor) -> Tensor:
-        """U(WC)."""
+        """Q C = U(W C), [n, k], for coordinates C [s, k] and eigenvectors Q = U W."""
         return self.columns.times(self.eigenpairs()[1].to(c_RK) @ c_RK)
 
     def eigenpairs(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-        """σ [s] and W [r, s], s ≤ r: directions whose σ is rounding error of K are left out.
+        """Eigenvalues σ [s] and W [r, s] with eigenvectors U W; s ≤ r, since σ that are rounding errors are left out.
 
         Both are in float64 for every dtype of products, as K is: what rounding W to float32 does to Y in the span of U is
         multiplied by σ/λ.
@@ -113,13 +116,13 @@ class LowRank(Decomposable):
         return self._eigen
 
     def _system(self, damping: float, dtype: torch.dtype) -> Tensor:
-        """K + λI."""
+        """The matrix UᵀU + λI [r, r] that a solve factorises, in `dtype`, λ = `damping`."""
         gram = self.columns.take_gram(exact=not self.coarse(damping))
         gram.diagonal().add_(damping)
         return gram.to(dtype)
 
     def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-6) -> Tensor:
-        """(Y − U(K + λI)⁻¹UᵀY)/λ. 2·n·r² + r³/3 FLOPs once, then 4·n·r·k."""
+        """(M + λI)⁻¹ Y = (Y − U(UᵀU + λI)⁻¹UᵀY)/λ for Y [n, k]. 2·n·r² + r³/3 FLOPs once, then 4·n·r·k."""
         self.prepare_solve(damping, first_jitter, y_NK.dtype)
         (_, dtype), system = next(iter(self._cholesky.items()))
 
@@ -133,7 +136,7 @@ class LowRank(Decomposable):
         return solution
 
     def logdet(self, damping: float) -> Tensor:
-        """Σ log(σ + λ) + (n − s) log λ where σ is known, else log det(K + λI) + (n − r) log λ."""
+        """log det(M + λI), from the s known eigenvalues and (n − s) log λ, else from det(UᵀU + λI) and (n − r) log λ."""
         log_damping = torch.log(torch.tensor(damping, dtype=torch.float64, device=self.device))
         if self._eigen is not None:
             values = self._eigen[0]
@@ -143,17 +146,17 @@ class LowRank(Decomposable):
         return Cholesky(gram, 1e-12).logdet() + (self.dim - self.rank) * log_damping
 
     def thin(self, chosen: Tensor) -> "LowRank":
-        """A factor of the chosen columns alone, scaled by √(r/chosen): the same matrix in the mean over random choices."""
+        """A factor of the `chosen` columns only, scaled by √(r/number): the same matrix in the mean over random choices."""
         return LowRank(self.columns.select(chosen, (self.rank / len(chosen)) ** 0.5))
 
     def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> "LowRank":
-        """The same matrix with U moved."""
+        """The same factor with U passed through `move`; `home`: the GPU that computes its products."""
         return LowRank(self.columns.moved(move, home))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LowRank":
-        """Moved, or stored again."""
+        """The same factor on another device, or with U rounded to another storage dtype."""
         return LowRank(self.columns.to(device, dtype))
 
     def dense(self) -> Tensor:
-        """U Uᵀ. 2·n²·r FLOPs."""
+        """The matrix M = U Uᵀ, [n, n]. 2·n²·r FLOPs."""
         return self.columns.whole().squared()

@@ -15,7 +15,7 @@ from gramian.linalg.factors.low_rank import LowRank
 
 
 def merge(left: Factor, right: Factor, alpha: float, beta: float) -> Factor:
-    """The factor α·left + β·right of factors with equal sides; a sum without a representation of ours is an error."""
+    """The factor α·left + β·right of factors with equal sides; an error for sums that no representation can store."""
     if left.dim != right.dim:
         raise GramianError(f"merge: sides of {left.dim} and {right.dim}; expected equal ones")
     if isinstance(left, Dense):

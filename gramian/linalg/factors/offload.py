@@ -9,14 +9,14 @@ AnyFactor = TypeVar("AnyFactor", bound=Factor)
 
 
 class Offload:
-    """Copies factors to the host one at a time; the next copy waits, so at most one finished factor stays on the GPU."""
+    """Copies factors from a GPU to the host one at a time; the next waits, so at most one finished factor is on the GPU."""
 
     def __init__(self) -> None:
         """Start without a copy in flight."""
         self._last: Any = None
 
     def __call__(self, factor: AnyFactor) -> AnyFactor:
-        """The factor in pinned host memory, readable after `settle`; its trace was computed before the copy."""
+        """Return the factor in pinned host memory, readable after `settle`; its trace is computed before the copy."""
         home = factor.device
         trace, lane = factor.trace(), pinned.lane_of(home)
         self.settle()
@@ -26,7 +26,7 @@ class Offload:
         return moved
 
     def settle(self) -> None:
-        """Wait until the last copy has arrived."""
+        """Wait until the last copy to the host is complete."""
         if self._last is not None:
             self._last.synchronize()
             self._last = None

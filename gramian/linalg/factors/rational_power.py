@@ -7,23 +7,23 @@ import numpy as np
 
 POLES = 40
 MARGIN = 3.0
-"""Nats by which the poles reach beyond the interval on either side."""
+"""Nats by which the poles of the fit extend beyond the interval on either side."""
 
 
 @dataclass(frozen=True)
 class Rational:
-    """x^q ≈ constant + Σ_j weights_j / (x + shifts_j)."""
+    """The rational approximation x^q ≈ constant + Σ_j weights_j / (x + shifts_j)."""
 
     constant: float
     weights: tuple[float, ...]
     shifts: tuple[float, ...]
     error: float
-    """Largest relative error seen on a fine grid of the interval."""
+    """Largest relative error on a fine grid of the interval."""
 
 
 @lru_cache(maxsize=64)
 def rational_power(q: float, low: float, high: float) -> Rational:
-    """Fit x^q, -1 < q < 0, on [low, high], low > 0.
+    """Fit x^q, -1 < q < 0, on [low, high], low > 0, by a constant and a sum of shifted inverses 1/(x + t).
 
     The integral x^q = (sin πs/π) ∫ t^(-s)/(x+t) dt, s = -q, is smooth in log t, so poles spread evenly there serve every x
     of the interval; the constant stands for the poles beyond them and a pole at 0 for those before. The weights are the

@@ -1,10 +1,10 @@
-"""Matrices in storage: a half-precision body, float32 scales, and the measured rounding error.
+"""Matrices in storage: a half-precision body, float32 or float64 scales, and the measured rounding error.
 
 A body in float16 holds five decimal orders at full precision. Gradients span more and sit far below its range, so every
 column (or, of a symmetric matrix, every row and column) carries a scale of its own: M = diag(l) B diag(r).
 
-A matrix comes and goes some columns or rows at a time (`wide.pieces`): beside what was there and what is stored, a bounded
-number of entries exists in wide precision.
+A matrix is read and written some columns or rows at a time (`wide.pieces`): beside source and result, a bounded number of
+entries exists in float32 or float64.
 """
 
 from abc import ABC, abstractmethod
@@ -20,20 +20,20 @@ from gramian.linalg.wide import pieces, wide
 
 
 class MatrixSource(ABC):
-    """A matrix [n, r] that is made some columns at a time."""
+    """A matrix [n, r] whose columns are computed on request, some at a time."""
 
     shape: tuple[int, int]
     dtype: torch.dtype
-    """Dtype of its columns."""
+    """Dtype of the columns that `piece` returns."""
     device: torch.device
 
     @abstractmethod
     def piece(self, columns: slice) -> Tensor:
-        """The columns of this slice, [n, c]; each slice is requested twice."""
+        """Compute the columns of the slice `columns`, [n, c]; each slice is requested twice when the matrix is stored."""
 
 
 class _Whole(MatrixSource):
-    """A matrix that is there."""
+    """A matrix in memory as a source of columns."""
 
     def __init__(self, matrix: Tensor) -> None:
         self._matrix, self.dtype, self.device = matrix, matrix.dtype, matrix.device
@@ -44,15 +44,15 @@ class _Whole(MatrixSource):
 
 
 class LoadedMatrix(MatrixSource):
-    """A stored matrix as a source of columns in the dtype of products."""
+    """A stored matrix as a source of columns in a given dtype."""
 
     def __init__(self, stored: "Stored", dtype: torch.dtype) -> None:
-        """Remember the stored matrix; columns are widened on request."""
+        """Take the stored matrix; columns are converted to `dtype` on request."""
         self._stored, self.dtype, self.device = stored, dtype, stored.body.device
         self.shape = (stored.body.shape[0], stored.body.shape[1])
 
     def piece(self, columns: slice) -> Tensor:
-        """The columns of this slice, widened and scaled."""
+        """The columns of this slice, [n, c], converted and scaled."""
         part, right = self._stored, self._stored.right
         right = None if right is None else right[columns]
         return replace(part, body=part.body[:, columns], right=right).load(dtype=self.dtype)
@@ -60,34 +60,34 @@ class LoadedMatrix(MatrixSource):
 
 @dataclass(frozen=True)
 class Stored:
-    """M = diag(left) body diag(right); a scale that is None is 1."""
+    """A stored matrix M = diag(left) body diag(right); a scale that is None is 1."""
 
     body: Tensor
     left: Tensor | None
     right: Tensor | None
     relative_error: Tensor
-    """‖M − stored‖_F / ‖M‖_F, 0-dim: of U Uᵀ about twice that of U."""
+    """‖M − stored‖_F / ‖M‖_F, 0-dim; the error of U Uᵀ is about twice that of a stored U."""
     home: torch.device | None = None
-    """The GPU that multiplies it, where it was sent away from one; None: the device it lies on."""
+    """The GPU that computes products with M after it was copied to the host; None: the device on which it is stored."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of body and scales."""
+        """Bytes of the stored matrix: body and scales."""
         return self.body.nbytes + sum(t.nbytes for t in (self.left, self.right) if t is not None)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of products with it: float64 if stored so, else float32."""
+        """The dtype of products with M: float64 if stored so, else float32."""
         return torch.float64 if self.body.dtype == torch.float64 else torch.float32
 
     def load(
         self, rows: slice = slice(None), dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> Tensor:
-        """M[rows] in full, as a new tensor unless nothing had to be done. It crosses to another device as it is stored."""
+        """The rows M[rows] in `dtype` on `device`, a new tensor unless nothing changes; they are moved in the storage dtype."""
         return self.widen(self.body[rows].to(device=device), rows, dtype)
 
     def widen(self, body: Tensor, rows: slice = slice(None), dtype: torch.dtype | None = None) -> Tensor:
-        """M[rows], of a body[rows] that may be elsewhere: one copy."""
+        """The rows M[rows] in `dtype` (None: float32, or float64 if stored so), from their stored `body`, on its device."""
         whole = body.to(dtype or self.dtype)
         own = whole.dtype != self.body.dtype or whole.device != self.body.device
         for scale in (None if self.left is None else self.left[rows, None], self.right):
@@ -98,7 +98,7 @@ class Stored:
         return whole
 
     def select(self, columns: Tensor, scale: float) -> "Stored":
-        """Some of the columns, times a factor."""
+        """A new `Stored` with the chosen columns of this matrix, times `scale`."""
         body = self.body.index_select(1, columns)
         right = self.right.index_select(0, columns) if self.right is not None else None
         if body.dtype in HALF:
@@ -109,33 +109,33 @@ class Stored:
         return replace(self, body=body, right=right)
 
     def to(self, device: torch.device | str | None = None) -> "Stored":
-        """The same on another device."""
+        """The same stored matrix on another device."""
         return self.moved(lambda t: t.to(device=device))
 
     def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> "Stored":
-        """Every tensor moved; `home`: where products are made from now on."""
+        """The same stored matrix with every tensor passed through `move`; `home`: the device that computes products."""
         left, right = (None if t is None else move(t) for t in (self.left, self.right))
         return Stored(move(self.body), left, right, move(self.relative_error), home)
 
     def scaled(self, factor: float) -> "Stored":
-        """factor·M, without rounding anything a second time: the factor goes into the scales, in float64."""
+        """The stored matrix factor·M, without a second rounding: the factor goes into the scales, in float64."""
         one_R = torch.ones(self.body.shape[1], dtype=torch.float64, device=self.body.device)
         right = factor * (one_R if self.right is None else self.right.double())
         return replace(self, right=right)
 
 
 class RowGroup(Protocol):
-    """The processes that hold the rows of one matrix between them; results are the same on each."""
+    """The processes that store the rows of one matrix between them; results are the same on each."""
 
     def sum(self, t: Tensor) -> Tensor:
-        """The sum over all processes that hold rows."""
+        """The sum of the tensor `t` over all processes of the group, on each of them."""
 
     def largest(self, t: Tensor) -> Tensor:
-        """The entry-wise maximum over all processes that hold rows."""
+        """The entry-wise maximum of the tensor `t` over all processes of the group, on each of them."""
 
 
 def store_columns(matrix_NR: Tensor | MatrixSource, dtype: torch.dtype, others: RowGroup | None = None) -> Stored:
-    """Store U with one scale per column: the largest entry of each becomes 2¹⁰, powers of two, so scaling is exact.
+    """Store U [n, r] in `dtype`; in half precision with one scale (a power of two) per column, to a largest entry of 2¹⁰.
 
     Where `others` store the other rows of U, scales and the error are those of all of U.
     """
@@ -151,7 +151,7 @@ def store_columns(matrix_NR: Tensor | MatrixSource, dtype: torch.dtype, others: 
 
 
 def store_symmetric(matrix_NN: Tensor, dtype: torch.dtype) -> Stored:
-    """Store with the square roots of the diagonal (to powers of two) as scales of rows and columns: entries within ±4."""
+    """Store a symmetric matrix in `dtype`; in half precision rows and columns are scaled by powers of two near √diagonal."""
     if dtype not in HALF:
         return _plain(matrix_NN, _Whole(matrix_NN), dtype)
     scale_N = _powers_of_two(matrix_NN.diagonal().double().clamp(min=0).sqrt())
@@ -159,7 +159,7 @@ def store_symmetric(matrix_NN: Tensor, dtype: torch.dtype) -> Stored:
 
 
 def join_columns(left: Stored, right: Stored, others: RowGroup | None = None) -> Stored:
-    """[left, right] side by side, as `store_columns` made them; rounded again only where their dtypes differ."""
+    """[left, right] side by side as one stored matrix; `right` is rounded again only if the dtypes differ."""
     if left.body.dtype != right.body.dtype:
         source = LoadedMatrix(right, torch.promote_types(right.dtype, left.dtype))
         right = store_columns(source, left.body.dtype, others)
@@ -187,7 +187,7 @@ def _plain(
 def _rounded(
     source: MatrixSource, dtype: torch.dtype, left: Tensor | None, right: Tensor | None, others: RowGroup | None = None
 ) -> Stored:
-    """The body, and what rounding cost: in wide precision two pieces of columns at a time, and one in float64."""
+    """Store a matrix in `dtype` with these scales and measure the rounding error, a chunk of columns at a time."""
     body = torch.empty(source.shape, dtype=dtype, device=source.device)
     norms = [torch.zeros(2, dtype=torch.float64, device=source.device)]
     for columns in pieces(source.shape[1], source.shape[0]):
@@ -222,6 +222,6 @@ def _largest(piece_NC: Tensor) -> Tensor:
 
 
 def _powers_of_two(positive: Tensor) -> Tensor:
-    """The nearest powers of two within float32's range, 1 for zeros and for what is not finite."""
+    """The nearest powers of two within float32's range; 1 where a value is 0 or not finite."""
     usable = positive.isfinite() & (positive > 0)
     return torch.where(usable, positive, 1.0).log2().round().clamp(-120, 120).exp2()

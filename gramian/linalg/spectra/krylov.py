@@ -1,4 +1,4 @@
-"""The basis of a block Lanczos recurrence: orthonormal whatever happens, and cut down where it grows too large.
+"""The orthonormal basis of a block Lanczos recurrence, which restarts reduce where it grows too large.
 
 Legend: n side, m vectors of the basis V, b vectors of a block, p vectors that a restart keeps.
 
@@ -20,9 +20,9 @@ from gramian.linalg.spectra.operator import Operator, parts, seeded
 
 
 def orthogonalise(vectors_BN: Tensor, rows_MN: Tensor) -> Tensor:
-    """Take what lies in the span of orthonormal rows out of float64 vectors, in place, twice; what was taken, [m, b].
+    """Subtract from float64 vectors their projection on orthonormal rows, in place, twice; return the coefficients [m, b].
 
-    Sums run in float64, whatever the rows are kept in. Cost: 8·b·m·n FLOPs.
+    Sums run in float64, whatever the rows are stored in. Cost: 8·b·m·n FLOPs.
     """
     m, n = rows_MN.shape
     taken_MB = torch.zeros(m, len(vectors_BN), dtype=torch.float64, device=vectors_BN.device)
@@ -37,7 +37,7 @@ def orthogonalise(vectors_BN: Tensor, rows_MN: Tensor) -> Tensor:
 
 
 def lengths(vectors_BN: Tensor) -> Tensor:
-    """‖v‖ of every row, [b], whose squares may under- or overflow."""
+    """Euclidean norm of every row, [b], without under- or overflow of the squares."""
     peaks_B = vectors_BN.abs().amax(1) if vectors_BN.numel() else vectors_BN.sum(1)
     units_B = torch.where(peaks_B > 0, peaks_B, 1.0)
     relative_B: Tensor = torch.linalg.vector_norm(vectors_BN / units_B[:, None], dim=1)
@@ -46,25 +46,25 @@ def lengths(vectors_BN: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Ritz:
-    """T = S diag(θ) Sᵀ, θ ascending."""
+    """Eigenpairs of the projected matrix, T = S diag(θ) Sᵀ, θ ascending, with parts of their residuals."""
 
     values_M: Tensor
-    """Θ."""
+    """The eigenvalues θ of the projected matrix T, ascending."""
     vectors_MM: Tensor
-    """S."""
+    """The eigenvectors S of the projected matrix T, as columns."""
     couplings_M: Tensor
-    """‖Cs‖, the part of a residual that more products can reduce."""
+    """‖Cs‖ for each eigenvector s, C the coupling to the next block: the part of its residual that more products reduce."""
     losses_M: Tensor
-    """Bounds of the rest: ‖(H − T)s‖, and what restarts left behind."""
+    """Bounds of the rest of each residual: ‖(H − T)s‖ for measured products H and symmetrised T, and what restarts left out."""
     asymmetry: float
-    """‖H − T‖_F."""
+    """‖H − T‖_F for measured products H and their symmetrised form T."""
 
 
 class KrylovBasis:
     """An orthonormal basis V, its products H, and the next block Q with its coupling C: M Vᵀ = Vᵀ H + Qᵀ C.
 
     Attributes:
-        size: m, vectors whose products are known.
+        size: m, vectors of V whose products are known.
         scale: largest ‖Mq‖ seen, at most ‖M‖.
     """
 
@@ -86,22 +86,22 @@ class KrylovBasis:
 
     @property
     def waiting(self) -> int:
-        """Vectors of the next block."""
+        """Number of vectors of the next block Q."""
         return len(self._next_BN)
 
     @property
     def rounding(self) -> float:
-        """Length below which a residual may be zero; below the smallest normal number, numbers lie evenly."""
+        """Norm below which a residual may be zero but for rounding; it includes the spacing of subnormal numbers."""
         info = torch.finfo(self._operator.dtype)
         return self._operator.rounding * self.scale + 8 * self._operator.dim * info.smallest_normal * info.eps
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the basis V and of the largest Q."""
+        """Bytes of the basis V at its full size and of the largest next block Q."""
         return (len(self._rows_MN) + self._block_size) * self._operator.dim * self._rows_MN.element_size()
 
     def multiply(self) -> None:
-        """Take the next block into the basis, multiply it, and find the block that follows."""
+        """Move the next block into the basis, multiply it by M, and find the block that follows."""
         n, begin, end = self._operator.dim, self.size, self.size + len(self._next_BN)
         self._rows_MN[begin:end] = self._next_BN
         self._H_MM[begin:end, :begin] = self._coupling_BM
@@ -126,7 +126,7 @@ class KrylovBasis:
         self._fill_next()
 
     def ritz(self) -> Ritz:
-        """Rayleigh and Ritz: eigenpairs of T, and their residuals."""
+        """Eigenpairs of the projected matrix T (Rayleigh-Ritz), and their residuals."""
         m = self.size
         H_MM = self._H_MM[:m, :m]
         T_MM = H_MM.triu() + H_MM.triu(1).mT
@@ -137,7 +137,10 @@ class KrylovBasis:
         return Ritz(values_M, vectors_MM, couplings_M, noise_M + lost_M, float(lengths((H_MM - T_MM).reshape(1, -1))))
 
     def restart(self, ritz: Ritz, kept: Tensor, anew: bool) -> None:
-        """Keep these Ritz vectors only, and the next block, or `anew` a random one, whose coupling to them is dropped."""
+        """Reduce the basis to the Ritz vectors `kept`; the next block stays, or with `anew` is a random one.
+
+        With `anew` the coupling of the old block is dropped and added to the bounds of the residuals.
+        """
         vectors_MP = ritz.vectors_MM[:, kept]
         rounded = torch.finfo(self._rows_MN.dtype).eps / 2 * self.scale
         added_P = ritz.couplings_M[kept] + rounded if anew else torch.full((len(kept),), rounded, dtype=torch.float64)
@@ -153,7 +156,7 @@ class KrylovBasis:
             self._begin_anew()
 
     def residuals(self, values_K: Tensor, vectors_MK: Tensor) -> Tensor:
-        """‖M x − θ x‖ of Ritz pairs, [k], by one product for each."""
+        """‖M x − θ x‖ of Ritz pairs (θ, x = Vᵀs), [k], by one product for each."""
         found = []
         for begin in range(0, len(values_K), self._block_size):
             block = slice(begin, begin + self._block_size)
@@ -164,7 +167,7 @@ class KrylovBasis:
         return torch.cat(found)
 
     def combined(self, vectors_MK: Tensor) -> Tensor:
-        """Vᵀ S, [n, k], on the operator's device."""
+        """Vᵀ S, [n, k], for coefficients S [m, k] in the basis, on the operator's device."""
         rows_MN = self._rows_MN[: self.size]
         combined_NK = rows_MN.new_empty(rows_MN.shape[1], vectors_MK.shape[1])
         for part in self._parts():
@@ -172,7 +175,7 @@ class KrylovBasis:
         return combined_NK.to(self._operator.device)
 
     def _combine_in_place(self, vectors_MP: Tensor) -> None:
-        """First rows of V ← Sᵀ V, part by part."""
+        """Replace the first p rows of the basis V by Sᵀ V for S [m, p], some columns at a time."""
         m, p = vectors_MP.shape
         vectors_PM = vectors_MP.mT.to(self._rows_MN.device)
         for part in self._parts():
@@ -182,7 +185,7 @@ class KrylovBasis:
         return parts(self.size, self._operator.dim, self._rows_MN.device)
 
     def _begin_anew(self) -> None:
-        """Random vectors, orthogonal to the basis, as the next block; coupled to nothing."""
+        """Set the next block to random vectors that are orthogonal to the basis, without coupling."""
         self._next_BN = self._rows_MN.new_empty(0, self._operator.dim)
         rows = min(self._block_size, self._operator.dim - self.size)
         self._coupling_BM = torch.zeros(rows, self.size, dtype=torch.float64)
@@ -190,7 +193,7 @@ class KrylovBasis:
         self.breakdowns -= rows
 
     def _fill_next(self) -> None:
-        """Random vectors, orthogonal to all others, for what the next block lacks."""
+        """Append random vectors, orthogonal to the basis and to each other, to the next block until it is full."""
         while len(self._next_BN) < len(self._coupling_BM):
             random_N = torch.randn(self._operator.dim, generator=self._generator, device=self._generator.device)
             random_N = random_N.to(device=self._rows_MN.device, dtype=torch.float64)
@@ -202,18 +205,18 @@ class KrylovBasis:
         self._next_BN = torch.cat([self._next_BN, vector_N[None].to(self._next_BN.dtype)])
 
     def _orthonormalise(self, vector_N: Tensor) -> None:
-        """Make a vector orthogonal to V and Q, of length 1, in place."""
+        """Make a vector orthogonal to the basis V and the next block Q, and of length 1, in place."""
         for _ in range(2):
             self._orthogonalised(vector_N[None])
             self._orthogonal_to_next(vector_N)
             vector_N /= vector_N.norm()
 
     def _orthogonalised(self, vectors_BN: Tensor) -> Tensor:
-        """Take what lies in V out of float64 vectors, in place; what was taken, [m, b]."""
+        """Subtract from float64 vectors their projection on the basis V, in place; return the coefficients [m, b]."""
         return orthogonalise(vectors_BN, self._rows_MN[: self.size])
 
     def _orthogonal_to_next(self, vector_N: Tensor) -> Tensor:
-        """The same for Q and one vector, [rows of Q]."""
+        """Subtract from one float64 vector its projection on the next block Q, in place; return the coefficients [b]."""
         taken_B = torch.zeros(len(self._next_BN), dtype=torch.float64)
         for _ in range(2):
             for i, row_N in enumerate(self._next_BN.double()):

@@ -1,4 +1,4 @@
-"""Extreme eigenvalues of a symmetric map that is known by its products: block Lanczos with thick restarts.
+"""Extreme eigenvalues of a symmetric operator by block Lanczos with thick restarts.
 
 Legend: n side, m vectors of the basis V, b vectors of a block, k eigenvalues asked for. See `krylov` for the recurrence.
 """
@@ -15,49 +15,53 @@ from gramian.linalg.spectra.krylov import KrylovBasis, Ritz
 from gramian.linalg.spectra.operator import Operator, basis_device_of, check_counts, check_numbers, check_operator
 
 Which = Literal["LA", "SA", "LM", "BE"]
-"""Largest, smallest, largest in magnitude, both ends."""
+"""End of the spectrum: "LA" largest, "SA" smallest, "LM" largest in magnitude, "BE" both ends."""
 
 SMALL = 512
-"""Sides up to which a basis may fill the whole space."""
+"""Largest side n for which the basis may by default fill the whole space."""
 
 MISSED = 1e-6
-"""Probability, at each end of the spectrum, that a search for further copies ends although there is one."""
+"""Probability, at each end of the spectrum, that the search for further copies of an eigenvalue ends although there is one."""
 
 
 @dataclass(frozen=True)
 class LanczosSpectrum:
-    """Some eigenvalues of a symmetric map, and how well they are known."""
+    """Some eigenvalues θ of a symmetric operator M, with bounds on their errors."""
 
     eigenvalues: Tensor
-    """[k], float64, most wanted first: descending for "LA", ascending for "SA", by magnitude for "LM"; for "BE" all of them
-    descending."""
+    """The k eigenvalues, float64, most wanted first: descending for "LA", ascending for "SA", by magnitude for "LM"; all
+    descending for "BE".
+    """
     residual_bounds: Tensor
-    """[k], at least ‖Mx − θx‖ for every Ritz pair: an eigenvalue of M lies within it. Rounding counted."""
+    """[k], upper bounds of ‖Mx − θx‖ of every eigenpair, rounding included: an eigenvalue of M lies that close to θ."""
     eigenvectors: Tensor | None
-    """[n, k], orthonormal, where asked for."""
+    """[n, k], orthonormal columns; None unless asked for."""
     converged: bool
-    """No bound exceeds tol·‖M‖ plus rounding."""
+    """True if all k were found and no residual bound exceeds tol·‖M‖ plus rounding."""
     complete: bool
-    """What is orthogonal to the eigenvectors was searched and holds no eigenvalue that is wanted more: repeated eigenvalues
-    are there as often as they should be."""
+    """True if the complement of the eigenvectors was searched and has no eigenvalue that is wanted more, so that repeated
+    eigenvalues are listed as often as they occur.
+    """
     iterations: int
-    """Blocks of products; `matvecs`: products."""
+    """Number of products with blocks; `matvecs`: number of products with single vectors."""
     matvecs: int
     restarts: int
-    """How often the basis was cut down."""
+    """Number of times the basis was reduced."""
     breakdowns: int
-    """How often a Krylov space was exhausted, and a random vector went on."""
+    """Number of times a Krylov space was exhausted, and a random vector continued it."""
     smallest: float
-    """Smallest Ritz value seen; `largest`: the largest. The spectrum reaches at least that far on both sides, whatever was
-    asked for: a `smallest` below zero by more than `rounding` proves a negative eigenvalue."""
+    """Smallest Ritz value seen (`largest`: the largest one). The spectrum reaches at least from one to the other: a `smallest`
+    below zero by more than `rounding` proves a negative eigenvalue.
+    """
     largest: float
     rounding: float
-    """Length below which a residual is rounding."""
+    """Norm below which a residual is rounding error."""
     asymmetry: float
-    """‖H − T‖_F / ‖M‖: what the products lack to be those of one symmetric matrix. Rounding, unless the map changes from call
-    to call."""
+    """Relative Frobenius norm of the asymmetry of the projected products, which is rounding unless the operator changes from
+    call to call.
+    """
     basis_bytes: int
-    """Of the basis and the block that follows it, the memory that grows with n·m."""
+    """Bytes of the basis and of the block that follows it, the memory that grows with n·m."""
 
 
 def lanczos(
@@ -74,7 +78,7 @@ def lanczos(
     basis_device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
 ) -> LanczosSpectrum:
-    """k eigenvalues of a symmetric map, positive or not, at one end of its spectrum or at both.
+    """k eigenvalues of a symmetric operator, definite or not, at one end of its spectrum or at both.
 
     A Krylov space holds one direction of every eigenspace (b of them for blocks of b). When the wanted pairs have converged,
     their vectors stay in the basis, a random vector orthogonal to them starts anew, and so on until a search changes nothing
@@ -82,23 +86,22 @@ def lanczos(
     λ ≤ θ + ε(λ_max − λ_min), ε = (ln(1.648 √n / 10⁻⁶)/(2j − 1))² after j products from a random start
     (Kuczyński and Woźniakowski 1992).
 
-    Cost for i products: the products, up to 8·i·max_basis·n FLOPs of reorthogonalisation (twice, against the whole basis, sums
-    in float64), and (max_basis + b)·n numbers.
+    Cost for i products: the products, up to 8·i·max_basis·n FLOPs of reorthogonalisation (twice, against the whole basis,
+    sums in float64), and (max_basis + b)·n numbers.
 
     Args:
         operator: symmetric; nothing else is assumed.
-        k: how many; fewer come back where the map has fewer.
+        k: number of eigenvalues; fewer are returned where n is smaller.
         which: "LA" largest, "SA" smallest, "LM" largest in magnitude, "BE" from both ends by turns, starting above.
-        tol: for residuals, relative to ‖M‖; by default eps^(2/3) of the operator's dtype. Eigenvalues are usually twice as
+        tol: for residuals, relative to ‖M‖; None: eps^(2/3) of the operator's dtype. Eigenvalues are usually twice as
             many digits exact.
-        max_iterations: blocks of products, all searches together; by default 40·max_basis products.
-        max_basis: most vectors kept; by default all n up to 512, else 2k + 20 + 12b; k + 2b at least, and the
-            more the faster.
+        max_iterations: blocks of products, all searches together; None: 40·max_basis products.
+        max_basis: most vectors stored; None: all n up to 512, else 2k + 20 + 12b; k + 2b at least, and the more the faster.
         block_size: b, columns of a product.
         search_copies: False ends with the first Krylov space, which sees b copies of a repeated eigenvalue at most.
         eigenvectors: return them.
-        basis_device: where the basis is kept; by default on the operator's device.
-        generator: of the random vectors; by default a fresh one with seed 0. The global one is never touched.
+        basis_device: device that stores the basis; None: the operator's.
+        generator: source of the random vectors; None: a fresh one with seed 0. The global one is never touched.
     """
     check_operator(operator)
     check_counts(k=k, block_size=block_size)
@@ -181,7 +184,7 @@ def lanczos(
 
 
 def _ranked(values_M: Tensor, k: int, which: Which) -> Tensor:
-    """Indices of ascending values: the k wanted ones, then the others from the ends that more of them could come from."""
+    """Indices of ascending values: the k wanted ones, then the rest, alternating from the ends where more could be wanted."""
     ascending = torch.arange(len(values_M))
     if which == "SA":
         return ascending
@@ -195,24 +198,24 @@ def _ranked(values_M: Tensor, k: int, which: Which) -> Tensor:
 
 
 def _inwards(indices_M: Tensor) -> Tensor:
-    """Last, first, last but one, second, and so on."""
+    """The indices in the order last, first, last but one, second, and so on."""
     return torch.stack([indices_M.flip(0), indices_M], dim=1).flatten()[: len(indices_M)]
 
 
 def _same(values_K: Tensor, others_K: Tensor, which: Which, level: float) -> bool:
-    """True if values are wanted as much as others, one by one."""
+    """True if two lists of values agree to within `level`, sorted; for "LM" by magnitude."""
     if which == "LM":
         values_K, others_K = values_K.abs(), others_K.abs()
     return bool(((values_K.sort().values - others_K.sort().values).abs() <= level).all())
 
 
 def _hidden_share(n: int, steps: int) -> float:
-    """ε: but with probability `MISSED`, no eigenvalue lies above the largest Ritz value by more than ε(λ_max − λ_min)."""
+    """ε: with probability 1 − `MISSED` no eigenvalue exceeds the largest Ritz value by more than ε(λ_max − λ_min)."""
     return (math.log(1.648 * math.sqrt(n) / MISSED) / (2 * steps - 1)) ** 2
 
 
 def _nothing_outside(ritz: Ritz, ranking: Tensor, k: int, which: Which, level: float, share: float) -> bool:
-    """True if no eigenvalue beside the first k is wanted more than they are."""
+    """True if no eigenvalue beside the first k of the ranking can be wanted more than they are."""
     values, outside = ritz.values_M, ranking[k:].sort().values
     if not len(outside):
         return False

@@ -1,4 +1,4 @@
-"""A symmetric linear map that is known by its products only; what spectra are computed from.
+"""Symmetric linear operators that are known by their products only, from which spectra are computed.
 
 Legend: n side, k columns of Y [n, k].
 """
@@ -15,30 +15,30 @@ from gramian.core.errors import GramianError
 
 
 class Operator(ABC):
-    """A symmetric matrix M [n, n], positive or not."""
+    """Base of operators: a symmetric matrix M [n, n], definite or not, that is known by its products."""
 
     dim: int
-    """Side n of M."""
+    """Number n of rows of the operator's matrix M [n, n]."""
     dtype: torch.dtype
-    """Dtype of products M Y."""
+    """Dtype of products with the operator's matrix."""
     device: torch.device
     """Device on which products are computed."""
 
     @abstractmethod
     def matmat(self, y_NK: Tensor) -> Tensor:
-        """M Y, [n, k]."""
+        """M Y for the operator's matrix M [n, n] and Y [n, k]: [n, k]."""
 
     def matvec(self, y_N: Tensor) -> Tensor:
-        """M y, [n]."""
+        """M y for the operator's matrix M [n, n] and a vector y [n]: [n]."""
         check_vector(y_N, self.dim)
         return self.matmat(y_N[:, None])[:, 0]
 
     def to_dense(self) -> Tensor:
-        """M written out, [n, n], for tests: one product with the identity."""
+        """The operator's matrix M [n, n], for tests: one product with the identity."""
         return self.matmat(torch.eye(self.dim, dtype=self.dtype, device=self.device))
 
     def to_scipy(self) -> Any:
-        """This map as a `scipy.sparse.linalg.LinearOperator`; vectors travel through host memory."""
+        """This operator as a `scipy.sparse.linalg.LinearOperator`; vectors go through host memory."""
         from scipy.sparse.linalg import LinearOperator
 
         def matmat(y_NK: Any) -> Any:
@@ -51,7 +51,7 @@ class Operator(ABC):
 
     @property
     def working_dtype(self) -> torch.dtype:
-        """Dtype of the vectors that a recurrence keeps: float32 where products are half precision, else that of products."""
+        """Dtype of the vectors that Lanczos stores: float32 if products are in half precision, else that of products."""
         if not self.dtype.is_floating_point:
             raise GramianError(
                 f"{type(self).__name__}: products are {self.dtype}; expected real floating-point numbers"
@@ -60,11 +60,11 @@ class Operator(ABC):
 
     @property
     def rounding(self) -> float:
-        """Length, relative to ‖M‖, below which what a recurrence leaves of a product may be zero."""
+        """Norm, relative to ‖M‖, below which the rest of an orthogonalised product may be zero but for rounding."""
         return float(torch.finfo(self.dtype).eps + 20 * torch.finfo(self.working_dtype).eps)
 
     def checked_matmat(self, y_NK: Tensor) -> Tensor:
-        """M Y where and as products are made, from a Y of any device and dtype; it must have Y's shape and be finite."""
+        """M Y in the operator's dtype and on its device, whatever Y's are; an error unless finite and of Y's shape."""
         product_NK = self.matmat(y_NK.to(device=self.device, dtype=self.dtype))
         if product_NK.shape != y_NK.shape:
             raise GramianError(
@@ -76,7 +76,7 @@ class Operator(ABC):
 
 
 def parts(rows: int, n: int, device: torch.device) -> list[slice]:
-    """Columns of a [rows, n] matrix that are widened to float64 at a time: what a cache holds, or 2²⁶ numbers on a GPU."""
+    """Slices of columns of a [rows, n] matrix to convert to float64 at a time: as a cache holds, or 2²⁶ numbers on a GPU."""
     width = max(1, (2**17 if device.type == "cpu" else 2**26) // max(1, rows))
     return [slice(begin, begin + width) for begin in range(0, n, width)]
 
@@ -96,7 +96,7 @@ def check_numbers(**numbers: Any) -> None:
 
 
 def check_operator(operator: Any) -> None:
-    """Raise GramianError unless the argument is an operator."""
+    """Raise GramianError unless the argument is an `Operator`."""
     if not isinstance(operator, Operator):
         raise GramianError(
             f"operator: is of type {type(operator).__name__}; expected an Operator such as DenseOperator(matrix)"
@@ -104,7 +104,7 @@ def check_operator(operator: Any) -> None:
 
 
 def check_vector(y: Any, n: int, columns: bool = False) -> None:
-    """Raise GramianError unless the argument is a tensor [n], or with columns [n, k]."""
+    """Raise GramianError unless `y` is a tensor [n], or with `columns` a tensor [n, k]."""
     if not isinstance(y, Tensor) or y.dim() != 1 + columns or len(y) != n:
         raise GramianError(f"vector: {seen(y)}; expected {f'[{n}, k]' if columns else f'[{n}]'}")
 
@@ -115,7 +115,7 @@ def seen(value: Any) -> str:
 
 
 def basis_device_of(operator: Operator, given: Any) -> torch.device:
-    """The device that stores a basis: the given one, which must be usable here, or the operator's for None."""
+    """The device that stores a Lanczos basis: `given`, which must be usable, or the operator's if it is None."""
     if given is None:
         return torch.device(operator.device)
     try:
@@ -127,7 +127,7 @@ def basis_device_of(operator: Operator, given: Any) -> torch.device:
 
 
 def seeded(operator: Operator, given: Any = None) -> torch.Generator:
-    """The given generator; for None a new one with seed 0 on the operator's device: the global one is never touched."""
+    """`given` if it is a generator; for None a new one with seed 0 on the operator's device. The global one is not touched."""
     if isinstance(given, torch.Generator):
         return given
     if given is not None:
@@ -136,7 +136,7 @@ def seeded(operator: Operator, given: Any = None) -> torch.Generator:
 
 
 class DenseOperator(Operator):
-    """A symmetric matrix in memory."""
+    """A symmetric matrix in memory as an operator."""
 
     def __init__(self, matrix_NN: Tensor) -> None:
         """Store the matrix, which must be square; nothing is copied."""
@@ -146,6 +146,6 @@ class DenseOperator(Operator):
         self.dim, self.dtype, self.device = len(matrix_NN), matrix_NN.dtype, matrix_NN.device
 
     def matmat(self, y_NK: Tensor) -> Tensor:
-        """M Y, in the matrix's dtype and on its device."""
+        """M Y for Y [n, k], in the matrix's dtype and on its device."""
         check_vector(y_NK, self.dim, columns=True)
         return self.matrix_NN @ y_NK.to(self.matrix_NN)

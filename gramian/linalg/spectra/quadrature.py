@@ -33,35 +33,37 @@ from gramian.linalg.spectra.trace import Distribution, Estimate, random_blocks
 
 @dataclass(frozen=True)
 class SmoothDensity:
-    """A spectrum as a function, ρ(t) = mean over probes of Σ_i w_i N(t; θ_i, σ²)/n."""
+    """A spectral density on a grid: ρ(t) = mean over probes of Σ_i w_i N(t; θ_i, σ²)/n, nodes θ_i with weights w_i."""
 
     grid: Tensor
-    """[points], evenly spaced, to 4σ beyond the nodes on both sides."""
+    """[points], evenly spaced, to 4 kernel widths beyond the nodes on both sides."""
     density: Tensor
-    """[points], of integral 1."""
+    """[points], the density ρ, of integral 1."""
     standard_error: Tensor
-    """[points], of the probes."""
+    """[points], standard error of the density from the spread of the probes."""
     kernel_width: float
-    """Σ of the Gaussian kernel; what is closer than that is not resolved."""
+    """Standard deviation σ of the Gaussian kernel; eigenvalues that are closer are not resolved."""
 
 
 @dataclass(frozen=True)
 class SpectralDensity:
-    """The spectrum of a symmetric map as a measure: Gauss rules of random probes."""
+    """The spectrum of a symmetric operator as a measure: nodes and weights of Gauss rules, one rule per random probe."""
 
     dim: int
-    """N."""
+    """Side n of the operator."""
     nodes_PS: Tensor
-    """Θ, float64, ascending for every probe. Where a Krylov space is exhausted before s steps, its last node is repeated."""
+    """Nodes θ [p, s], float64, ascending for every probe. Where a Krylov space is exhausted before s steps, the last is
+    repeated.
+    """
     weights_PS: Tensor
-    """‖z‖²U_1i², float64, that add up to n in the mean over probes; 0 for repeated nodes."""
+    """Weights of the nodes [p, s], float64; a probe's weights sum to n in the mean over probes; 0 for repeated nodes."""
     matvecs: int
-    """Products that they took."""
+    """Number of products with vectors that were computed."""
     rounding: float
-    """Below this a node may be zero."""
+    """Magnitude below which a node may be zero but for rounding."""
 
     def samples(self, f: Callable[[Tensor], Tensor]) -> Tensor:
-        """zᵀ f(M) z for every probe, [p]; f works on float64 tensors, element by element, real and finite on the nodes."""
+        """zᵀ f(M) z for every probe z, [p]; f maps float64 tensors element by element, and is real and finite on the nodes."""
         if not callable(f):
             raise GramianError(f"f: {seen(f)}; expected a function of a tensor, element by element")
         values_PS = f(self.nodes_PS)
@@ -77,7 +79,7 @@ class SpectralDensity:
         return (self.weights_PS * values_PS).sum(1)
 
     def trace_of(self, f: Callable[[Tensor], Tensor]) -> Estimate:
-        """tr f(M).
+        """Estimate tr f(M) for a function f of float64 tensors, element by element.
 
         The standard error is that of the probes alone. The error of Gauss' rule is not in it: small for smooth f, gone with
         more steps.
@@ -85,7 +87,7 @@ class SpectralDensity:
         return Estimate.of(self.samples(f), self.matvecs)
 
     def log_det(self, damping: float) -> Estimate:
-        """log det(M + λI) = tr log(M + λI), positive definite beyond rounding. Gauss' rule errs upwards here."""
+        """Estimate log det(M + λI), λ = `damping`; an error unless M + λI is positive definite. Gauss' rule errs upwards."""
         check_numbers(damping=damping)
         lowest = float(self.nodes_PS.min()) + damping
         if not lowest > self.rounding:
@@ -96,12 +98,12 @@ class SpectralDensity:
         return self.trace_of(lambda nodes: (nodes + damping).log())
 
     def smooth(self, kernel_width: float | None = None, points: int = 1024) -> SmoothDensity:
-        """The density on a grid.
+        """The density on a grid, with a Gaussian kernel.
 
         Args:
-            kernel_width: σ; by default the distance from the lowest to the highest node over the number of steps, and a
-                thousandth of the node where there is but one.
-            points: of the grid.
+            kernel_width: σ of the kernel; None: the distance from the lowest to the highest node over the number of steps, and
+                a thousandth of the node where there is but one.
+            points: number of points of the grid.
         """
         check_counts(points=points)
         low, high = float(self.nodes_PS.min()), float(self.nodes_PS.max())
@@ -137,7 +139,7 @@ def spectral_density(
     basis_device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
 ) -> SpectralDensity:
-    """The spectrum of a symmetric map as a measure, from Lanczos recurrences of random probes.
+    """The spectrum of a symmetric operator as a measure, from Lanczos recurrences of random probes.
 
     Each probe has its own recurrence with full reorthogonalisation, twice, sums in float64. A block of probes shares its
     products.
@@ -146,12 +148,12 @@ def spectral_density(
 
     Args:
         operator: symmetric; nothing else is assumed.
-        probes: p; two at least for an error.
-        steps: s.
-        distribution: of the entries of probes.
-        block_size: probes at a time; by default as many as keep the bases within 2³⁰ bytes, and one at least.
-        basis_device: where the bases are kept; by default on the operator's device.
-        generator: of the probes; by default a fresh one with seed 0. The global one is never touched.
+        probes: p, number of random probes; two at least for an error.
+        steps: s, Lanczos steps for each.
+        distribution: of the entries of probes, "rademacher" or "gaussian".
+        block_size: probes at a time; None: as many as keep the bases within 2³⁰ bytes, and one at least.
+        basis_device: device that stores the bases; None: the operator's.
+        generator: source of the probes; None: a fresh one with seed 0. The global one is never touched.
     """
     check_operator(operator)
     n, dtype = operator.dim, operator.working_dtype
@@ -184,14 +186,14 @@ def log_det(
     distribution: Distribution = "rademacher",
     generator: torch.Generator | None = None,
 ) -> Estimate:
-    """log det(M + λI), as `spectral_density(…).log_det(λ)`; keep the density where several λ are asked for."""
+    """Estimate log det(M + λI), λ = `damping`; for several λ use `spectral_density(…).log_det(λ)`, which reuses products."""
     check_numbers(damping=damping)
     density = spectral_density(operator, probes, steps, distribution=distribution, generator=generator)
     return density.log_det(damping)
 
 
 def _tridiagonal(operator: Operator, z_NB: Tensor, steps: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """α and β of every column's recurrence, [b, ≤ steps]; β = 0 behind its last step, and what follows means nothing."""
+    """Lanczos coefficients α and β of every column of Z, [b, ≤ steps]; those behind a β of 0 are meaningless."""
     n, b = z_NB.shape
     basis_BSN = torch.zeros(b, steps, n, dtype=z_NB.dtype, device=device)
     alpha_BS, beta_BS = torch.zeros(2, b, steps, dtype=torch.float64, device=device)
@@ -214,7 +216,7 @@ def _tridiagonal(operator: Operator, z_NB: Tensor, steps: int, device: torch.dev
 
 
 def _orthogonalise(vectors_BN: Tensor, basis_BSN: Tensor) -> Tensor:
-    """Take each basis out of its float64 vector, in place, twice; what was taken of the last basis vector, [b]."""
+    """Subtract from each float64 vector its projection on its own basis, in place, twice; return the last coefficients [b]."""
     b, s, n = basis_BSN.shape
     taken_B = torch.zeros(b, dtype=torch.float64, device=vectors_BN.device)
     for _ in range(2):
@@ -228,7 +230,7 @@ def _orthogonalise(vectors_BN: Tensor, basis_BSN: Tensor) -> Tensor:
 
 
 def _gauss(alpha_BS: Tensor, beta_BS: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Nodes θ and weights U_1i², [b, steps], of tridiagonal matrices, each cut off behind its first β = 0."""
+    """Nodes and weights [b, steps] of Gauss rules, from tridiagonal matrices (α, β), each cut off behind its first β = 0."""
     lengths_B = (beta_BS[:, :-1] > 0).cumprod(1).sum(1) + 1
     nodes_BS = torch.zeros(len(alpha_BS), steps, dtype=torch.float64)
     weights_BS = torch.zeros_like(nodes_BS)

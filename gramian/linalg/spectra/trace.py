@@ -1,6 +1,6 @@
-"""Traces of a symmetric map that is known by its products, from random probes, with their errors.
+"""Traces of a symmetric operator from products with random probes, with their errors.
 
-Legend: n side, p probes Z [n, p] with E[z zᵀ] = I, r columns of a sketch.
+Legend: n side, p probes Z [n, p] with E[z zᵀ] = I, r columns of the random test matrix of "hutch++".
 """
 
 import math
@@ -18,33 +18,34 @@ from gramian.linalg.spectra.operator import Operator, check_counts, check_number
 Distribution = Literal["rademacher", "gaussian"]
 
 MOST_OFTEN = 3 / 4
-"""Largest probability of one value of zᵀMz for signs z, unless it is constant: a polynomial of degree 2 that is not zero is
-not zero on a quarter of all signs."""
+"""Largest probability that zᵀMz takes one value for random signs z, unless it is constant: a nonzero polynomial of degree 2
+does not vanish on a quarter of all signs.
+"""
 
 AGREEING = 1e-12
-"""Standard deviation of samples, relative to the value, that rounding alone could make."""
+"""Largest standard deviation of samples, relative to the value, that rounding alone could cause."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean of independent samples.
+    """A mean of independent samples, with its standard error.
 
     Samples that agree do not show that there is nothing to err about: one off-diagonal pair gives equal ones with probability
     2^(1−p). Their error is 0 only once chance, at most ¾^(p−1), is ruled out.
     """
 
     value: float
-    """The estimate."""
+    """The estimated number: the mean of the samples, plus any part that is known exactly."""
     standard_error: float
-    """S/√p, of the probes alone; infinite for one sample, and for less than 12 that agree."""
+    """Standard deviation of the samples/√p; infinite for one sample, and for less than 12 that agree."""
     samples: int
-    """P; 0 where nothing was left to chance."""
+    """Number p of samples; 0 if the value is exact."""
     matvecs: int
-    """Products that it took."""
+    """Number of products with vectors that were computed."""
 
     @staticmethod
     def of(samples_P: Tensor, matvecs: int, exact: float = 0.0) -> "Estimate":
-        """The mean of samples, beside a part that is known exactly."""
+        """The estimate from samples [p]: their mean, plus `exact`, a part that is known exactly."""
         p, value = len(samples_P), exact + float(samples_P.mean())
         peak = float(samples_P.abs().max()) or 1.0  # the squares of samples may leave the range
         deviation = float((samples_P / peak).std()) * peak if p > 1 else 0.0
@@ -53,7 +54,7 @@ class Estimate:
         return Estimate(value, deviation / math.sqrt(p), p, matvecs)
 
     def interval(self, error_rate: float = 0.05) -> tuple[float, float]:
-        """value ± t s/√p with Student's t of p − 1 degrees of freedom.
+        """Confidence interval value ± t s/√p with Student's t of p − 1 degrees of freedom.
 
         It misses the samples' expectation at this rate if they are normal, and about so once their mean is. For a rate of 5 %
         12 samples are the least that this was measured for: 2 to 8 % on evenly spread spectra. Where one eigenvalue or one
@@ -84,26 +85,27 @@ def stochastic_trace(
     block_size: int = 32,
     generator: torch.Generator | None = None,
 ) -> Estimate:
-    """tr M, unbiased; exact, from n products with the columns of the identity, where n or more may be spent.
+    """Estimate tr M without bias; exactly, from n products with the columns of the identity, if n ≤ `matvecs`.
 
     "hutchinson": mean of zᵀMz over p = `matvecs` probes; for Rademacher probes the variance is 2(‖M‖_F² − Σ M_ii²)/p.
 
     "hutch++" (Meyer, Musco, Musco and Woodruff 2021): a third of the products for an orthonormal Q [n, r] that spans M S with
-    a random S, a third for tr QᵀMQ, which is exact, and p probes of Hutchinson's for (I − QQᵀ)M(I − QQᵀ). Better the faster the
-    spectrum decays, exact for rank M ≤ r; on a flat spectrum it has a third of the probes. The standard error is that of the
-    probes, given Q; where M S = 0, so is M with probability one, and there is none.
+    a random S, a third for tr QᵀMQ, which is exact, and p probes of Hutchinson's for (I − QQᵀ)M(I − QQᵀ). Better the faster
+    the spectrum decays, exact for rank M ≤ r; on a flat spectrum it has a third of the probes. The standard error is that of
+    the probes, given Q; where M S = 0, so is M with probability one, and there is none.
 
     Coverage of the interval was measured from 12 probes on, which are 12 products of "hutchinson" and 36 of "hutch++".
 
-    Cost: the products; "hutch++" keeps n·`matvecs`/3 numbers, and spends about 8·n·`matvecs`² / 9 FLOPs beside the products.
+    Cost: the products; "hutch++" stores n·`matvecs`/3 numbers, and spends about 8·n·`matvecs`² / 9 FLOPs beside the
+    products.
 
     Args:
         operator: symmetric; nothing else is assumed.
-        matvecs: products to spend, at least 2, for "hutch++" 4.
-        method: how.
-        distribution: of the entries of probes; S is Gaussian.
+        matvecs: number of products, at least 2, for "hutch++" 4.
+        method: "hutch++" or "hutchinson".
+        distribution: of the entries of probes, "rademacher" or "gaussian"; S is Gaussian.
         block_size: columns of a product.
-        generator: of the probes; by default a fresh one with seed 0. The global one is never touched.
+        generator: source of the probes; None: a fresh one with seed 0. The global one is never touched.
     """
     if method not in ("hutch++", "hutchinson"):
         raise GramianError(f'method: is {method!r}; expected "hutch++" or "hutchinson"')
@@ -134,7 +136,7 @@ def stochastic_trace(
 def random_blocks(
     operator: Operator, count: int, distribution: Distribution, block_size: int, generator: torch.Generator
 ) -> Iterator[Tensor]:
-    """Random blocks [n, b] with E[z zᵀ] = I, `count` columns in all, on the operator's device.
+    """Yield blocks [n, b] of random probes z with E[z zᵀ] = I, `count` columns in all, on the operator's device.
 
     The columns do not depend on the block size.
     """
@@ -152,7 +154,7 @@ def random_blocks(
 
 
 def student_quantile(probability: float, degrees: int) -> float:
-    """t with P(T ≤ t) = probability ≥ ½ for Student's T; by bisection of the closed form for whole degrees of freedom."""
+    """t with P(T ≤ t) = `probability` ≥ ½ for Student's T with `degrees` of freedom, by bisection of the closed form."""
     low, high = 0.0, 1.0
     while _student_within(high, degrees) < 2 * probability - 1:
         high *= 2
@@ -163,7 +165,7 @@ def student_quantile(probability: float, degrees: int) -> float:
 
 
 def _student_within(t: float, degrees: int) -> float:
-    """P(|T| ≤ t) (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
+    """P(|T| ≤ t) for Student's T with `degrees` degrees of freedom (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
     angle = math.atan(t / math.sqrt(degrees))
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = degrees % 2
@@ -180,12 +182,12 @@ def _check_distribution(distribution: Distribution) -> None:
 
 
 def _chance_of_agreement(samples: int) -> float:
-    """At most how probable it is that all samples are equal although they are random."""
+    """Upper bound of the probability that all samples are equal although they are random."""
     return float(MOST_OFTEN ** (samples - 1))
 
 
 def _exact(operator: Operator, block_size: int) -> float:
-    """Σ M_ii, summed in float64."""
+    """The trace Σ M_ii from n products with unit vectors, summed in float64."""
     trace = 0.0
     for begin in range(0, operator.dim, block_size):
         columns = torch.arange(begin, min(begin + block_size, operator.dim), device=operator.device)
@@ -196,7 +198,7 @@ def _exact(operator: Operator, block_size: int) -> float:
 
 
 def _range(operator: Operator, rank: int, block_size: int, generator: torch.Generator) -> Tensor:
-    """Orthonormal rows, [≤ rank, n], that span M S for a Gaussian S but for what is 10⁻⁶ of its largest singular value.
+    """Orthonormal rows, [≤ rank, n], that span M S for a Gaussian S, up to 10⁻⁶ of its largest singular value.
 
     By eigenvectors of the Gram matrix, summed in float64, twice. Signs would not do for S: few of them are linearly dependent
     too often.
@@ -229,7 +231,7 @@ def _samples(
     generator: torch.Generator,
     left_out_RN: Tensor | None = None,
 ) -> Tensor:
-    """zᵀPMPz for every probe, float64, where P takes out the span of orthonormal rows."""
+    """zᵀPMPz for every probe z, [p], float64; P projects out the span of the orthonormal rows `left_out_RN`, None: P = I."""
     samples = []
     for block_NB in random_blocks(operator, count, distribution, block_size, generator):
         z_BN = block_NB.mT.double()
