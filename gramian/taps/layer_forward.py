@@ -64,7 +64,10 @@ def run_untapped(
 
 
 def gathers_in_order(model: TappedModel, tap: Tap, module: nn.Module) -> bool:
-    """True for an FSDP2 root whose weight gradients are withheld: its output must be another tensor than its last layer's."""
+    """True for an FSDP2 root if autograd forms no weight gradients; its output must then be a new tensor (`apart`).
+
+    Only so do processes with and without samples gather weights in the same order.
+    """
     return tap.is_root and model.rule.withholds and isinstance(module, FSDPModule)
 
 

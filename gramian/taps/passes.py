@@ -194,7 +194,10 @@ class PassBook:
         return pass_
 
     def audience(self, pass_: Pass) -> list[tuple[Listener, PassInfo]]:
-        """Listeners, with their `PassInfo`, attached since the pass began; in a second backward the gradient rule alone."""
+        """(listener, its `PassInfo`) of every listener that was attached when the pass began and still is.
+
+        In the second of two backwards through one forward: the gradient rule alone.
+        """
         there = [(listener, info) for listener, info in pass_.infos if listener in self._listeners]
         rule: object = self._rule()
         return [pair for pair in there if pair[0] is rule] if pass_.repeated else there

@@ -41,7 +41,7 @@ TIMEOUT_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Kill:
-    """The moment at which a run is killed."""
+    """The moment at which a run is killed: at a step, or during a save that follows a step, after a delay."""
 
     at: str
     """When to kill: "step" as soon as the step's line is in metrics.jsonl, "save" as soon as a later save is under way."""

@@ -587,3 +587,24 @@ def test_no_graph_outlives_a_proof(proof: str) -> None:
     norms(Net(attends), torch.randn(4, 3, 4), proof=proof)
     gc.collect()
     assert not [t for t in gc.get_objects() if type(t) is Tensor and t.grad_fn is not None]
+
+
+def test_a_forward_that_refuses_evaluation_mode_is_proven_in_training_mode() -> None:
+    def trains(net: Any, x: Tensor) -> Tensor:
+        if not net.training:
+            raise ValueError("only training")
+        return net.last(F.dropout(net.first(x), 0.3))
+
+    model = Net(trains)
+    assert norms(model, torch.randn(4, 4)).values.shape == (4,) and model.training
+    assert "in evaluation mode the model is another one" in proven(model)[0].alone
+
+
+@pytest.mark.parametrize("proof", ["auto", "off"])
+def test_a_forward_may_use_torch_func(proof: str) -> None:
+    def differentiates(net: Any, x: Tensor) -> Tensor:
+        slope = torch.func.vmap(torch.func.grad(lambda row: torch.tanh(row).square().sum()))(x)
+        return net.last(torch.tanh(net.first(x + slope)))
+
+    torch.manual_seed(0)
+    assert_exact(Net(differentiates).double(), torch.randn(4, 4, dtype=torch.float64), proof=proof)

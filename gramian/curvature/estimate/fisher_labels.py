@@ -248,7 +248,8 @@ def run_passes(
 ) -> None:
     """Run one captured pass over a batch with its own labels (`draws` None), or one for every draw of labels.
 
-    `capture` opens a capture for positions and token weights; `sample_ids` [B] key the draws and subsets, None: `global_ids`.
+    `capture` opens a capture for positions and token weights; `sample_ids` [B] key the draws and subsets; None: ids
+    that count the samples over all processes (`global_ids`).
     The model is left as it was.
     """
     with ExitStack() as around:

@@ -85,7 +85,7 @@ class Products:
 
 
 def same_tokens(left: Tokens, right: Tokens) -> bool:
-    """True if both are the same memory with the same weights; a scale is not compared, since inputs have none."""
+    """True if two sets of tokens are the same memory with the same weights; a scale is not compared, since inputs have none."""
     a, b = left.rows_TN, right.rows_TN
     same = a is b or (
         a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype

@@ -45,7 +45,7 @@ class ChosenTokens:
 
 @dataclass
 class TokenSelection:
-    """Chooses the tokens that enter the sums of every layer; layers that agree share what was computed for one of them."""
+    """Chooses the tokens that enter the sums of every layer; layers whose choice is the same share it."""
 
     seed: int
     """Seed of the random keys by which a subset of tokens is chosen."""

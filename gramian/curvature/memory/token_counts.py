@@ -60,10 +60,9 @@ class TokenSource:
     trace: Trace | None = None
 
     def of_block(self, spec: Spec, separate: int, reduced: bool, exact: bool) -> BlockTokens | None:
-        """Numbers of tokens of a block on one of `separate` processes that do not join theirs; None: any number.
+        """Tokens of a block on one process: all, or 1/`separate` of them if processes exchange no sums; None: any number.
 
-        `reduced`: a sample's tokens become one, as far as a trace shows samples; `exact`: G takes the tokens of all
-        positions.
+        `reduced`: one token per sample, if a trace tells how many samples; `exact`: G, of a softmax head, takes all even so.
         """
         if spec.kind != "kronecker":
             return BlockTokens(0, 0, 0)

@@ -36,7 +36,7 @@ class Mix(nn.Module):
         self.share.copy_(torch.linspace(0.0, MOST_OF_BEFORE, self.share.shape[0]))
 
     def forward(self, x_BTD: Tensor, before_BTD: Tensor) -> Tensor:
-        """The mix [B, T, D] of tokens x and the tokens before them."""
+        """x + μ ⊙ (before − x), [B, T, D]: token shift; `before` [B, T, D] has at each position the token before x's."""
         return x_BTD + self.share.to(x_BTD.dtype) * (before_BTD - x_BTD)
 
 

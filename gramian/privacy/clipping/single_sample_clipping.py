@@ -71,7 +71,10 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, probe: Tensor, ticket: Tensor, key: Tensor, output: Tensor) -> Tensor:
-        """Return the output; `probe` gets a gradient in every `backward()`, and in none of `torch.autograd.grad`."""
+        """Return the output unchanged, with `probe`, a scalar leaf, as a second input.
+
+        `backward()` accumulates into the probe and `torch.autograd.grad` does not, so that the two can be told apart.
+        """
         ctx.ticket, ctx.key = ticket, key  # not saved: a checkpoint around the root counts what is
         found: Tensor = torch.ops.aten._unsafe_view(output, output.shape)  # no view to autograd: may be written to
         return found

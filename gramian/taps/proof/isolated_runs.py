@@ -1,7 +1,7 @@
 """Runs of a proof that leave no trace in the user's model."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,19 +16,27 @@ from gramian.taps.model.run_eagerly import run_eagerly
 def undisturbed(root: nn.Module, arguments: Iterable[Any]) -> Iterator[None]:
     """Context manager for runs of a proof: restores the model afterwards; inside, compiled modules run eagerly.
 
-    Hooks of saved tensors around the model (checkpoints) see nothing. Weights that are all zero are random inside: no
-    gradient
+    Hooks of saved tensors around the model (checkpoints) see nothing. Weights that are all zero are random inside: no gradient
     would flow through them. Generators among the model's arguments are restored too.
     """
     with (
         preserve_state(root, counters=True, arguments=arguments),
         run_eagerly(),
-        torch.autograd.graph.saved_tensors_hooks(
-            Tensor.detach, lambda t: t
-        ),  # an output that is saved as it is holds its graph
+        _without_hooks_around(),
         zeros_filled(root),
     ):
         yield
+
+
+def _without_hooks_around() -> AbstractContextManager[Any]:
+    """Context manager: hooks on saved tensors that stand around the model, such as those of a checkpoint, see nothing.
+
+    If there are none it does nothing, because `torch.func` does not run under any. An output that a hook saves as it is would
+    hold its own graph for good, so it is detached.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda t: t)
 
 
 @contextmanager

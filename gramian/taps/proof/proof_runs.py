@@ -272,7 +272,10 @@ class ProofRuns:
 
 @contextmanager
 def blamed_on(expanded: set[str]) -> Iterator[None]:
-    """Context manager: a failure of the user's code becomes Refuted, naming the layers whose one row was `expanded`, if any."""
+    """Context manager: raise an error of the user's code as Refuted if `expanded` has any names, else unchanged.
+
+    `expanded` are layers that return one row for all samples, which was expanded to a row for each; the message names them.
+    """
     try:
         yield
     except GramianError:
