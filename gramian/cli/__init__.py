@@ -33,7 +33,11 @@ class _Parser(argparse.ArgumentParser):
     """A parser that raises `GramianError` instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        raise GramianError(message)
+        missing = message.removeprefix("the following arguments are required: ")
+        if missing == message:
+            raise GramianError(message)
+        first = missing.partition(", ")[0]  # argparse also names those that may be left out
+        raise GramianError(f"{first}: none given; expected {self.format_usage().removeprefix('usage: ')}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +80,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
     arguments, unknown = parser.parse_known_args(argv)
     if arguments.command is None:
-        raise GramianError(f"command: none given; expected {', '.join(COMMANDS)}")
+        given = f"unknown {' '.join(unknown)!r}" if unknown else "none given"
+        raise GramianError(f"command: {given}; expected {', '.join(COMMANDS)}")
     if hasattr(arguments, "overrides") and all("=" in part and not part.startswith("-") for part in unknown):
         arguments.overrides, unknown = [*arguments.overrides, *unknown], []  # argparse accepts none after an option
     if unknown:

@@ -14,6 +14,8 @@ from tests.kit.fresh import run_fresh
     [
         ([], ["command", "demo"]),
         (["no-such-command"], ["no-such-command", "demo"]),
+        (["--no-such-option"], ["--no-such-option", "expected demo"]),
+        (["train"], ["CONFIG.toml: none given; expected gramian train"]),
         (["demo", "--seed", "1.5"], ["--seed", "1.5", "expected an integer"]),
         (["demo", "--seed", "-1"], ["--seed", "expected"]),
         (["demo", "--sed", "1"], ["--sed", "expected", "--seed"]),

@@ -76,6 +76,7 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ("run.seed=99999999999999999999999", "run.seed: expected int"),
         ("optimizer.lr=inf", "optimizer.lr: expected a finite number, got inf"),
         ("run.steps=1.5", "run.steps: expected int, got 1.5"),
+        ("eval.every=x", "eval.every: expected an integer or 'auto', got 'x'"),
         ("optimizer.kind=lion", "optimizer.kind: expected one of 'adamw', 'sgd', got 'lion'"),
         ("optimizer.betas=[0.9]", "optimizer.betas: expected array of length 2"),
         ("optimizer.betas=[0.9,1.5]", "expected float < 1.0"),

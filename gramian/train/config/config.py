@@ -173,10 +173,18 @@ def _validation_message(problem: str, tables: Mapping[str, Any]) -> str:
     section, _, key = place.partition(".")
     value = tables.get(section, {}).get(key.partition("[")[0])
     if message.startswith("Invalid enum value"):
-        choices = [repr(choice) for choice in _choices(typing.get_type_hints(SECTIONS[section]).get(key))]
-        return f"{place}: expected one of {', '.join(choices)}, got {value!r}"
+        hint = typing.get_type_hints(SECTIONS[section], include_extras=True).get(key)
+        choices = [repr(choice) for choice in _choices(hint)]
+        return (
+            f"{place}: expected {'an integer or' if _is_number(hint) else 'one of'} {', '.join(choices)}, got {value!r}"
+        )
     expected = message.partition(", got")[0].replace("`", "").replace("Expected", "expected")
     return f"{place}: {expected}, got {value!r}"
+
+
+def _is_number(hint: Any) -> bool:
+    """True if the type `hint` accepts integers beside other values, as `Count | Literal["auto"]` does."""
+    return hint is int or any(_is_number(part) for part in typing.get_args(hint) if not isinstance(part, str))
 
 
 def _choices(hint: Any) -> list[Any]:
