@@ -28,12 +28,17 @@ class ReferenceNoiseScale(NamedTuple):
     squared_gradient: float
 
 
+def _rows(g: Tensor) -> Tensor:
+    """Per-sample gradients [B, *shape] as rows [B, P] in float64; P is 1 for a scalar parameter."""
+    return g.double()[:, None].flatten(1)
+
+
 def per_sample_norms(
     model: nn.Module, loss_fn: LossFunction, batch: tuple[Any, ...], params: Sequence[str] | None = None
 ) -> Tensor:
     r"""Return :math:`\|g_i\|_2` over all named parameters together, [B] in float64 on the CPU."""
     gradients = per_sample_gradients(model, loss_fn, batch, params)
-    return torch.stack([g.double().reshape(len(g), -1).square().sum(1).cpu() for g in gradients.values()]).sum(0).sqrt()
+    return torch.stack([_rows(g).square().sum(1).cpu() for g in gradients.values()]).sum(0).sqrt()
 
 
 def diagonal_fisher(
@@ -52,7 +57,7 @@ def dense_fisher(
     ``vec`` concatenates the named parameters in order, each flattened row by row.
     """
     gradients = per_sample_gradients(model, loss_fn, batch, params)
-    g_BP = torch.cat([g.double().reshape(len(g), -1) for g in gradients.values()], dim=1)
+    g_BP = torch.cat([_rows(g) for g in gradients.values()], dim=1)
     return g_BP.T @ g_BP
 
 
@@ -68,7 +73,7 @@ def noise_scale(per_sample: dict[str, Tensor]) -> ReferenceNoiseScale:
     Args:
         per_sample: ``{name: [B, *shape]}`` as :func:`per_sample_gradients` returns it, B at least 2.
     """
-    g_BP = torch.cat([g.double().reshape(len(g), -1) for g in per_sample.values()], dim=1)
+    g_BP = torch.cat([_rows(g) for g in per_sample.values()], dim=1)
     samples = g_BP.shape[0]
     if samples < 2:
         raise ValueError(f"per_sample holds {samples} sample(s); the variance between samples needs at least 2")
