@@ -1,4 +1,4 @@
-"""The setting of examples/goose_seed.toml without a network: a spiking student of a GPT-2, beside its dense twin.
+"""The setting of gramian/examples/goose_seed.toml without a network: a spiking student of a GPT-2, beside its dense twin.
 
 WikiText-2 and GPT-2's weights cannot be had without one. The text here is the embedded corpus, the source of Python's standard
 library; the tokenizer is a byte-level BPE trained on it; the teacher has GPT-2's shape and is trained from nothing. Of the
@@ -6,7 +6,7 @@ config nothing but paths is overridden. So perplexities are NOT comparable with 
 way of T, and ratios between the students are what this shows. Parts, each callable by itself with --only:
 
     teacher    text, tokenizer, a GPT-2 of 124 million parameters; its best state as a Hugging Face folder
-    goose      `gramian train examples/goose_seed.toml`
+    goose      `gramian train gramian/examples/goose_seed.toml`
     twin       the same with model.spikes=false
     ce         the same without [teacher]: cross entropy alone
     collect    one JSON and a table of what was found so far
@@ -49,7 +49,7 @@ from gramian.train.state.saved_run import OF_MODEL
 
 ON_GPU = torch.cuda.is_available()
 WORLD = ProcessGrid(0, 1, torch.device("cuda", 0) if ON_GPU else torch.device("cpu"), "one")
-RECIPE = Path(__file__).parent.parent / "examples" / "goose_seed.toml"
+RECIPE = Path(__file__).parent.parent / "gramian/examples/goose_seed.toml"
 STUDENTS = {"goose": "Goose", "twin": "dense twin", "ce": "Goose, no teacher"}
 PARTS = ("teacher", *STUDENTS, "collect")
 END = "<|endoftext|>"

@@ -1,5 +1,6 @@
 """Code blocks in the README and the docs run as written."""
 
+import importlib
 import logging
 import re
 from pathlib import Path
@@ -56,3 +57,16 @@ def test_the_table_of_changes_names_files_that_exist():
         for path in paths:
             places = (ROOT / folder, ROOT, ROOT / "gramian/privacy/clipping")
             assert any((place / path).exists() for place in places), path
+
+
+def test_the_table_of_traps_names_tests_that_exist():
+    rows = re.findall(r"^\| .*? \| .*? \| (`.*?`) \|$", (ROOT / "docs/concepts/batch_rules.md").read_text(), re.M)
+    paths = re.findall(r"`([\w./]+\.py)`", " ".join(rows))
+    assert len(rows) > 30 and not {path for path in paths if not (ROOT / "tests/taps" / path).exists()}
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "gramian/examples").iterdir()), ids=lambda page: page.name)
+def test_what_an_example_imports_exists(page):
+    for module, names in re.findall(r"from (gramian[\w.]*) import ([\w, ]+)", page.read_text(encoding="utf-8")):
+        for name in names.split(", "):
+            assert hasattr(importlib.import_module(module), name), (module, name)

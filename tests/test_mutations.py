@@ -585,8 +585,8 @@ MUTATIONS = (
         (
             Edit(
                 "BatchProof.prove",
-                "if fixed and found is not None and not prover.fits_alone:",
-                "if fixed and found is None:",
+                "if found is None or (fixed and not prover.fits_alone):",
+                "if found is None:",
             ),
         ),
         test_returned_loss.test_a_mask_and_labels_of_one_square_shape_are_not_both_nobodys,

@@ -26,7 +26,7 @@ class AnalysisPlan:
     """Bytes that every stage of an analysis needs on the model's device; stages run one after another."""
 
     table: str
-    """Table of K-FAC's memory as text, with one line for all blocks of one shape."""
+    """Table of K-FAC's memory as text, with one line for all layers of one shape."""
     stages: dict[str, int]
     """{name of the stage: bytes that it needs}."""
     device: torch.device

@@ -40,7 +40,7 @@ def collect(
     per label. Cost: a forward and a backward of every batch, without weight gradients.
 
     Raises:
-        GramianError: if labels do not fit, the factors are not finite, or a gradient reaches a parameter past its layer.
+        GramianError: if labels do not fit, the factors are not finite, or a weight is used outside its layer's own module.
     """
     root, drawn = unwrap(model), fisher != "empirical"
     asked = [read_batch(root, batch, False) for batch in batches]
@@ -79,7 +79,7 @@ def collect(
 
 @contextmanager
 def _evaluation_mode(root: torch.nn.Module) -> Iterator[None]:
-    """Context: evaluation mode of a model, which switches dropout off; the mode of every module is restored afterwards."""
+    """Context manager: evaluation mode of a model, without dropout; the mode of every module is restored afterwards."""
     modes = [(module, module.training) for module in root.modules()]
     root.eval()
     try:

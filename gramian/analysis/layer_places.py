@@ -1,4 +1,4 @@
-"""Position of a layer in a network, short layer names, and the kind of a layer's block."""
+"""Position of a layer in a network, short layer names, and the approximation that K-FAC uses for a layer."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Place:
-    """Position of a layer: the number of its block (None: outside the blocks) and its name inside the block."""
+    """Position of a layer: the number of its transformer block (None: outside the blocks) and its name inside the block."""
 
     block: int | None
     role: str
@@ -31,21 +31,24 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def short_roles(roles: Iterable[str]) -> dict[str, str]:
-    """{role: its last two dotted parts, or all of it where those are ambiguous}; a role is a layer's name inside its block."""
+    """{role: short name}; a role is a layer's name inside its transformer block, such as "attention.self.query".
+
+    The short name is the last two dotted parts without "dense" and "self", or the full role if two roles would share it.
+    """
     roles = list(dict.fromkeys(roles))
     cut = {role: ".".join(re.sub(r"\.(dense|self)\b", "", role).split(".")[-2:]) for role in roles}
     return {role: short if list(cut.values()).count(short) == 1 else role for role, short in cut.items()}
 
 
 def kind(layer: Mapping[str, Any]) -> str:
-    """How K-FAC approximates a layer, from its entry in `kfac.record()`: "K-FAC", "EK-FAC", or the name of another block."""
+    """How a layer's curvature is approximated, from its entry in `kfac.record()`: "K-FAC", "EK-FAC" or another name in it."""
     if "K-FAC" not in layer["approximation"]:
         return str(layer["approximation"])
     return "EK-FAC" if layer["ekfac"] and layer["ekfac"]["corrected"] else "K-FAC"
 
 
 def kronecker_layers(result: Mapping[str, Any]) -> list[str]:
-    """Names of the layers whose block is a Kronecker product (K-FAC or EK-FAC) in a result of `analyse`, in model order."""
+    """Names of the layers whose curvature is a Kronecker product (K-FAC, EK-FAC) in a result of `analyse`, in model order."""
     return [name for name, layer in result["kfac"]["record"]["layers"].items() if kind(layer).endswith("K-FAC")]
 
 

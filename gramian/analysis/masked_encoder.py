@@ -56,9 +56,9 @@ class MaskedHead(nn.Module):
 
 
 def mask(windows_BT: Tensor, token: int, share: float, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Replace a share of the tokens of every window, at least one, by the id `token`; where T > 2, never the first or the last.
+    """Replace a share of the tokens of every window, at least one, by the id `token`; if T > 2, never the first or the last.
 
-    Returns ids [B, T], masked positions [B, M] in ascending order, and the ids that stood there [B, M].
+    Returns ids [B, T], masked positions [B, M] in ascending order, and the original ids at these positions [B, M].
     """
     generator = torch.Generator().manual_seed(seed)
     B, T = windows_BT.shape

@@ -194,7 +194,10 @@ def _hessian(subject: Subject, settings: Settings, update: Update) -> Result:
 
 
 def _lanczos(operator: Operator, k: int, which: Any, settings: Settings) -> Result:
-    """The k extreme eigenvalues of an operator, at the ends `which`, from one Krylov space: repeated ones appear once."""
+    """The k extreme eigenvalues of an operator and their residual bounds, as JSON values; repeated eigenvalues appear once.
+
+    `which` is "LA" (the largest) or "BE" (both ends).
+    """
     found: LanczosSpectrum = lanczos(
         operator,
         k,

@@ -43,9 +43,9 @@ def from_folder(
         dtype: "fp32" or "fp64"; None: fp32.
         tokens: about how many tokens to read; windows are evenly spaced over the text.
         rows: windows per batch; None: as many as have 1024 tokens.
-        length: tokens of a window; fewer where the model's context, or the text, is shorter.
+        length: tokens of a window; fewer if the model's context, or the text, is shorter.
         masked: for an encoder: replace 15 % of the tokens by the mask token; the loss is on those.
-        seed: of the choice of masked positions.
+        seed: seed of the choice of masked positions.
 
     Raises:
         GramianError: if an argument or a file does not fit; the message names it.
@@ -98,7 +98,11 @@ def _causal(path: str, vocabulary: int, seed: int) -> tuple[Any, nn.Module, dict
 
 
 def _encoder(path: str) -> tuple[Any, nn.Module, dict[str, Any]]:
-    """Load an encoder with its masked-language-model head; without a head, logits are products with its input embeddings."""
+    """Load an encoder; returns the Hugging Face model, the module that computes logits, and facts for the result.
+
+    Logits are those of its masked-language-model head or, if it has none, products with its input embeddings. Raises a
+    GramianError for a causal language model or missing weights.
+    """
     with open_model_folder(path, MODEL, "an encoder in safetensors") as (shape, _):
         from transformers import AutoModel, AutoModelForMaskedLM
 

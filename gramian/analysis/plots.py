@@ -33,7 +33,7 @@ STYLE: dict[Any, Any] = {
 WIDTH = 10.0
 """Width of a picture in inches: 1200 pixels."""
 MOST_ROLES = 8
-"""Most panels and lines of a picture, one per role (name of a layer inside its block); the JSON file has all roles."""
+"""Maximum number of panels or lines of a plot, one per role (a layer's name inside its transformer block)."""
 
 
 def available() -> bool:
@@ -91,9 +91,9 @@ def _caption(result: Mapping[str, Any]) -> str:
 
 
 def _groups(result: Mapping[str, Any]) -> dict[str, dict[str, Place]]:
-    """{role: {layer name: place}} of the layers with a Kronecker block; a role is a layer's name inside its block, "" outside.
+    """{role: {layer name: place}} of the layers with Kronecker factors, for at most `MOST_ROLES` roles with the most layers.
 
-    At most `MOST_ROLES` roles, those with the most layers.
+    A role is a layer's name inside its transformer block, or "" for a layer outside the blocks.
     """
     found: dict[str, dict[str, Place]] = {}
     for name in kronecker_layers(result):
@@ -202,7 +202,10 @@ def _depth(result: Mapping[str, Any]) -> Figure:
 
 
 def _outside_at(result: Mapping[str, Any], name: str, last: int, outside: Sequence[tuple[int, str]]) -> int:
-    """Position on the depth axis of a layer that is outside the blocks: before or after them, as in the model."""
+    """Position on the depth axis of a layer outside the transformer blocks: before or after them, as in the model.
+
+    `last` is the last block's number, `outside` are the (position, name) of such layers placed so far.
+    """
     order = list(result["kfac"]["record"]["layers"])
     first = next((i for i, other in enumerate(order) if place(other).block is not None), len(order))
     taken = [at for at, _ in outside]

@@ -26,7 +26,7 @@ def write_result(result: Mapping[str, Any], folder: Path) -> Path:
 
 
 def new_folder(wanted: Path | None, default: Path) -> Path:
-    """Make an empty folder: the wanted one, or the default with the first free number behind it.
+    """Make an empty folder and return it: `wanted` or, if it is None, `default`, with a number appended if that is not empty.
 
     Raises:
         GramianError: if the wanted folder is not empty or cannot be made.

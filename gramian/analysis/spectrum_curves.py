@@ -20,11 +20,11 @@ DECADES = 12
 PER_DECADE = 10
 """Number of points at which a spectral density is evaluated in each decade."""
 KERNEL = 0.2
-"""Standard deviation of the Gaussian that smooths a density, in decades; wider where quadrature nodes are farther apart."""
+"""Smallest standard deviation of the Gaussian that smooths a density, in decades; wider if quadrature nodes are far apart."""
 
 
 def layer_spectra(blocks: Mapping[str, Block]) -> dict[str, dict[str, list[float]]]:
-    """{layer: {"eigenvalues": descending values, "ranks": how many eigenvalues of the layer exceed each}}.
+    """{layer: {"eigenvalues": descending values, "ranks": number of eigenvalues of the layer's K-FAC block above each}}.
 
     Counts come from the spectra of the factors A and G without forming their product, so a vocabulary-sized layer costs no more
     than its factors. If a factor is too wide to be decomposed, counts are means over random probes of its quadrature.
@@ -44,7 +44,10 @@ def layer_spectra(blocks: Mapping[str, Block]) -> dict[str, dict[str, list[float
 
 
 def _pair(block: Block, sides: Mapping[int, SideSpectrum]) -> tuple[SideSpectrum, SideSpectrum]:
-    """Spectra of a block's factors A and G; of a block that EK-FAC corrects, a single 1 and the corrected eigenvalues."""
+    """Spectra of a K-FAC block's factors A and G; if EK-FAC corrects the block, a single 1 and the corrected eigenvalues.
+
+    `sides` is {id of a factor: its spectrum}; without A its spectrum is a single 1.
+    """
     if block.correction is not None:
         values = Values.of(block.correction.values_RS.flatten(), block.G.dim * block.correction.A.dim)
         return ONE, SideSpectrum.of(values)
@@ -58,7 +61,10 @@ def _count(A: SideSpectrum, G: SideSpectrum, share: float) -> float:
 
 
 def kfac_density(spectra: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
-    """K-FAC's eigenvalues per decade, all layers together, smoothed as in `ggn_density`, so that both can be compared."""
+    """K-FAC's eigenvalues per decade, all layers together, smoothed and returned as in `ggn_density`, for comparison.
+
+    `spectra` is the result of `layer_spectra`.
+    """
     values, weights = [], []
     for curve in spectra.values():
         before = 0.0
@@ -73,9 +79,12 @@ def kfac_density(spectra: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[s
 def ggn_density(nodes_PS: Tensor, weights_PS: Tensor, resolution: float) -> dict[str, list[float]]:
     """Density of the Gauss-Newton matrix's spectrum, in eigenvalues per decade, from the Gauss rules of random probes.
 
-    A probe has nodes θ_i and weights w_i, both [probes, nodes]; nodes below `resolution` are left out. The density at t is
-    Σ_i w_i N(log₁₀ t; log₁₀ θ_i, σ_i²), the mean over probes, with its standard error; σ_i is half the mean distance to the
-    neighbouring nodes, at least 0.2: a Gauss rule does not resolve what lies between two nodes.
+    A probe has nodes θ_i and weights w_i, both [probes, nodes]; nodes up to `resolution` are left out. The density at t is
+    Σ_i w_i N(log₁₀ t; log₁₀ θ_i, σ_i²) with the normal density N; σ_i is half the mean distance to the neighbouring nodes, at
+    least 0.2: a Gauss rule does not resolve what lies between two nodes.
+
+    Returns:
+        {"eigenvalues": points t, "per_decade": mean density over probes at each, "standard_error": of that mean}.
     """
     return _per_decade(nodes_PS, torch.where(nodes_PS > resolution, weights_PS, 0.0))
 

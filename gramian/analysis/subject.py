@@ -22,7 +22,7 @@ from gramian.train.state.saved_run import is_run, load_run
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 PASS = 1024
-"""Number of tokens per batch where the number of windows per batch is not given."""
+"""Number of tokens per batch if the number of windows per batch is not given."""
 Batch = Mapping[str, Any]
 Int64s = npt.NDArray[np.int64]
 
@@ -36,9 +36,10 @@ class Subject:
 
     Attributes:
         model: returns logits [B, positions, V] when called with a batch without its "labels"; measured in evaluation mode.
-        batches: "labels" [B, positions] are the target of each position, −100 where there is none; nothing is shifted.
-        model_facts: JSON-able facts on the weights.
-        data_facts: JSON-able facts on the tokens.
+        batches: keyword arguments of the model, and "labels" [B, positions]: the target of each position, −100 where there is
+            none; nothing is shifted.
+        model_facts: facts on the model and its weights, as JSON values.
+        data_facts: facts on the tokens, as JSON values.
         notes: caveats that are printed with the results.
     """
 

@@ -15,10 +15,13 @@ from gramian.core.version import VERSION
 
 COMMANDS = {
     "demo": ("demo.demo", "a teacher, its cache, a distilled student and its twin without a teacher, compared"),
+    "init": ("init", "write a commented run.toml for your text, your model folder or the embedded corpus"),
     "train": ("train", "train a model as a config says, or resume its run"),
     "cache": ("cache", "write a teacher's signal to disk"),
     "doctor": ("doctor", "examine a run before it starts"),
     "eval": ("eval", "perplexity of a run's model, or a text by it"),
+    "export": ("export", "write a run's best model as a folder that other programs load"),
+    "report": ("report", "one page of curves and tables from the folders of runs"),
     "curvature": ("curvature", "capacity metrics and spectra of a model's curvature, layer by layer"),
     "plan": ("plan", "whether a run fits into memory, and how it is spread over GPUs"),
     "verify": ("verify", "prove on this machine that the library computes what it promises"),
@@ -27,6 +30,13 @@ COMMANDS = {
 """{command: (module below `gramian.cli`, line in the help)}. Only the module of the chosen command is imported. It defines
 `add_arguments(parser)` and `run(arguments)`, which returns the exit code; its docstring is the description in the help.
 """
+
+OLD_FLAGS = {
+    "--enable-profiling": "gramian profile, or GRAMIAN_PROFILE=1 in the environment of gramian train",
+    "--use-flash": "privacy.clipping=auto, which needs no flag: every way of clipping is exact",
+    "--use-fsdp": "--fsdp (verify, profile), or parallel.strategy=fsdp2 (train)",
+}
+"""{flag of the programs that these ideas come from: what it is here}."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,10 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, as in `main(["train", "run.toml", "run.steps=100"])`.
 
     Args:
-        argv: Arguments after the program name; default: those of the process.
+        argv: Arguments after the program name; None: those of the process.
 
     Returns:
-        The exit code.
+        The exit code: 0 success, 1 the check or the run failed, 2 bad input.
     """
     try:
         arguments = _parse(list(sys.argv[1:] if argv is None else argv))
@@ -84,6 +94,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         raise GramianError(f"command: {given}; expected {', '.join(COMMANDS)}")
     if hasattr(arguments, "overrides") and all("=" in part and not part.startswith("-") for part in unknown):
         arguments.overrides, unknown = [*arguments.overrides, *unknown], []  # argparse accepts none after an option
+    for flag in unknown:
+        if flag.partition("=")[0] in OLD_FLAGS:
+            raise GramianError(f"{flag}: is unknown here; expected {OLD_FLAGS[flag.partition('=')[0]]}")
     if unknown:
         usage = commands.choices[arguments.command].format_usage().removeprefix("usage: ")
         raise GramianError(f"{arguments.command}: unknown {' '.join(unknown)!r}; expected {usage}")

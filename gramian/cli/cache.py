@@ -34,21 +34,21 @@ def run(arguments: argparse.Namespace) -> int:
         raise GramianError("teacher: expected a config with [teacher]")
     check_device(config)
     console, started = make_console(quiet=not is_first_process()), time.perf_counter()
-    with world(config.run.device == "cpu", False) as where:
+    with world(config.run.device == "cpu", False) as grid:
         from gramian.distill.teacher.teacher_origin import write_origin
         from gramian.train.build.build_teacher import cache_folder, teacher_fingerprint
         from gramian.train.loop.precision import resolve_precision, set_globals
 
         set_globals(config.precision, config.run.deterministic)
         with progress_bar(console, "teacher") as update:
-            manifest = write_cache(config, where, resolve_precision(config.precision, where.device), update)
-        if where.rank == 0:
+            manifest = write_cache(config, grid, resolve_precision(config.precision, grid.device), update)
+        if grid.rank == 0:
             write_origin(cache_folder(config), teacher_fingerprint(config.teacher.path))
         show(console, _summary(manifest, str(cache_folder(config)), time.perf_counter() - started))
     return 0
 
 
-def write_cache(config: Config, where: ProcessGrid, numbers: Precision, update: Update) -> Manifest:
+def write_cache(config: Config, grid: ProcessGrid, numbers: Precision, update: Update) -> Manifest:
     """Compute the teacher's signal for a config's training windows and write the missing part of its cache. Collective."""
     from gramian.data import load_windows
     from gramian.distill.cache.builder import build_cache
@@ -56,8 +56,8 @@ def write_cache(config: Config, where: ProcessGrid, numbers: Precision, update: 
 
     training, _ = load_windows(config.data)
     options = cache_options(config, training.vocabulary)
-    teacher = live_teacher(config, where, numbers, training)
-    return build_cache(cache_folder(config), teacher, training, options, where, update)
+    teacher = live_teacher(config, grid, numbers, training)
+    return build_cache(cache_folder(config), teacher, training, options, grid, update)
 
 
 def _summary(manifest: Manifest, folder: str, seconds: float) -> str:

@@ -43,7 +43,7 @@ def _integer(text: str, least: int, most: float, expected: str) -> int:
 def check_target(
     command: str, arguments: argparse.Namespace, usages: Mapping[str, str], foreign: Mapping[str, Sequence[str]]
 ) -> None:
-    """Check the argument TARGET of a command, and that no option is given that belongs to other targets only.
+    """Check the argument TARGET (what a command works on), and that no option is given that belongs to other targets only.
 
     `usages` is {target: its usage}, `foreign` is {target: names of arguments that it does not have}.
 
@@ -76,7 +76,10 @@ def check_device(config: Config) -> None:
 
 
 def is_sharded(config: Config) -> bool:
-    """Whether FSDP2 shards the model of a config; for the strategy "auto" the memory planner decides."""
+    """Whether FSDP2 shards the model of a config.
+
+    With the strategy "auto" the memory planner chooses if torchrun started this process and it has a GPU; otherwise False.
+    """
     import torch
 
     from gramian.parallel.world import started_by_torchrun

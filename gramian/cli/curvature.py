@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 DEFAULT_OUT = Path("runs/curvature")
 STAGE_NAMES = {"kfac": "K-FAC", "ggn": "Gauss-Newton matrix", "hessian": "Hessian"}
 PARTS = 8
-"""Number of progress lines that a stage prints where the output is not a terminal."""
+"""Number of progress lines that a stage prints if the output is not a terminal."""
 MOST_ROWS = 64
-"""Most layers in the printed table: those with the largest share of the trace."""
+"""Maximum number of layers in the printed table: those with the largest share of the trace."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure the curvature of a model, print tables, and write curvature.json and pictures. Returns the exit code."""
+    """Measure the curvature of a model, print tables, and write curvature.json and pictures. Returns the exit code.
+
+    Raises:
+        RunFailed: if it is interrupted or memory is full; the message says what was written.
+        GramianError: if an argument does not fit.
+    """
     settings = _settings(arguments)
 
     from gramian.analysis import plots
@@ -117,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
-    """Check the arguments that can be checked before the model is loaded, and make the `Settings` of the analysis."""
+    """Make the `Settings` of the analysis; raises a GramianError for arguments that are wrong whatever the model is."""
     for name, choices in (("device", ("cpu", "cuda")), ("dtype", ("fp32", "fp64"))):
         value = getattr(arguments, name)
         if value is not None and value not in choices:
@@ -178,7 +183,7 @@ def _device(asked: str | None, configured: str) -> torch.device:
 
 @contextmanager
 def _stage(console: Console, name: str) -> Iterator[Update]:
-    """Context that shows the progress of a stage: a bar on a terminal, elsewhere at most `PARTS` lines."""
+    """Context manager that shows the progress of a stage: a bar on a terminal, elsewhere at most `PARTS` lines."""
     started = time.perf_counter()
 
     def line(done: int, total: int, _: str) -> None:
@@ -227,7 +232,10 @@ def _report(result: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 
 def _layer_table(result: Mapping[str, Any]) -> RenderableType:
-    """Table of the layers: a row per Kronecker block, in the model's order, and one for all other parameters."""
+    """Table of the layers: a row per layer with Kronecker factors, in the model's order, and one for all other parameters.
+
+    Of more than `MOST_ROWS` layers those with the smallest traces are in the last row too.
+    """
     from gramian.analysis.layer_places import kind, kronecker_layers, short_names
 
     record, metrics = result["kfac"]["record"]["layers"], result["kfac"]["metrics"]

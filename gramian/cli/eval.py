@@ -19,6 +19,11 @@ from gramian.core.errors import GramianError
 if TYPE_CHECKING:
     from gramian.train.config.config import Config
 
+RATES = {"cpu": 2e10, "cuda": 5e13}
+"""{device: FLOP/s that an evaluation is assumed to reach}, low rather than high."""
+ENOUGH = 60.0
+"""Seconds that an evaluation takes where a complete one would take more than twice as long."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `gramian eval` to a parser."""
@@ -30,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=0.8, metavar="T", help="of the text (default: 0.8)")
     add("--seed", type=seed_number, default=0, metavar="SEED", help="of the text (default: 0)")
     add("--stride", type=positive_integer, metavar="N", help="of the sliding protocol (default: half a window)")
-    add("--windows", type=positive_integer, metavar="N", help="of each protocol, from the first on (default: all)")
+    add("--windows", type=positive_integer, metavar="N", help="of each protocol, from the first on (default: all, or "
+        "as many as take about a minute where all take more than two)")  # fmt: skip
     add("--json", metavar="FILE", help="write the numbers too")
 
 
@@ -51,8 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from gramian.parallel.world import world
 
-    with world(device == "cpu", False) as where:
-        return _evaluate(arguments, folder, where)
+    with world(device == "cpu", False) as grid:
+        return _evaluate(arguments, folder, grid)
 
 
 def _run_folder(target: str, overrides: list[str]) -> tuple[Path, str]:
@@ -68,7 +74,7 @@ def _run_folder(target: str, overrides: list[str]) -> tuple[Path, str]:
     return Path(config.run.folder), config.run.device
 
 
-def _evaluate(arguments: argparse.Namespace, folder: Path, where: Any) -> int:
+def _evaluate(arguments: argparse.Namespace, folder: Path, grid: Any) -> int:
     from gramian.data import load_windows
     from gramian.models.token_sampling import evaluation_mode
     from gramian.train.loop.objective import logits_of
@@ -80,8 +86,8 @@ def _evaluate(arguments: argparse.Namespace, folder: Path, where: Any) -> int:
     saved = load_run(folder, "run folder")
     config = saved.config
     set_globals(config.precision, config.run.deterministic)
-    numbers = resolve_precision(config.precision, where.device)
-    model = saved.model.to(device=where.device, dtype=numbers.weights)
+    numbers = resolve_precision(config.precision, grid.device)
+    model = saved.model.to(device=grid.device, dtype=numbers.weights)
     if arguments.stride is not None and arguments.stride >= config.data.length:
         raise GramianError(
             f"argument --stride: {arguments.stride}; expected less than the window, which is {config.data.length}"
@@ -92,6 +98,7 @@ def _evaluate(arguments: argparse.Namespace, folder: Path, where: Any) -> int:
         return 0
     _, validation = load_windows(config.data)
     data, stride = config.data, arguments.stride or max(1, config.data.length // 2)
+    windows = arguments.windows or _affordable(console, model, validation, stride, grid.device.type)
     found = []
     with evaluation_mode(model), numbers.autocast():
         for each in (None, stride) if data.length > 1 else (None,):
@@ -100,23 +107,47 @@ def _evaluate(arguments: argparse.Namespace, folder: Path, where: Any) -> int:
                     perplexity(
                         lambda tokens_BT: logits_of(model, tokens_BT),
                         validation.stream,
-                        where,
+                        grid,
                         length=data.length,
                         stride=each,
                         pack=data.pack and not data.isolate,
                         rows=data.micro_batch or 16,
-                        limit=arguments.windows,
+                        limit=windows,
                         progress=update,
                     )
                 )
             show(console, str(found[-1]))
     if config.privacy is not None:
         show(console, "Perplexity is computed on the validation data, which ε does not cover.")
-    if arguments.json is not None and where.rank == 0:
+    if arguments.json is not None and grid.rank == 0:
         rows = [{**vars(each), "loss": each.loss, "perplexity": each.perplexity} for each in found]
         report = {"run": str(folder), "step": saved.step, "best": saved.best, "results": rows}
         Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 0
+
+
+def _affordable(console: Any, model: Any, validation: Any, stride: int, device: str) -> int | None:
+    """Number of windows of each protocol to score if none is given: None (all), or as many as take a minute; prints why.
+
+    It follows from sizes, 2 FLOPs for each parameter and token at the rate `RATES`, and from no clock: every run has the same.
+    """
+    count, length = len(validation), validation.length
+    each = 2 * sum(p.numel() for p in model.parameters()) * length / RATES[device]
+    seconds = each * count * (1 + length / stride)
+    show(console, f"scoring {count:,} windows of {length:,} tokens takes about {_duration(seconds)}")
+    if seconds <= 2 * ENOUGH:
+        return None
+    windows = max(1, min(count, int(ENOUGH / each / 2)))
+    show(console, f"the first {windows:,} of each protocol are scored; --windows {count:,} scores all".replace(",", ""))
+    return windows
+
+
+def _duration(seconds: float) -> str:
+    """A rough duration as text: "3 s", "5 minutes" or "2 hours"."""
+    for unit, size in (("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{max(1, seconds):.0f} s"
 
 
 def _text(arguments: argparse.Namespace, config: Config, model: Any) -> str:

@@ -42,7 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the memory table of a config and whether, and how, its run fits. Returns the exit code."""
+    """Print the memory table of a config and whether, and how, its run fits. Returns the exit code.
+
+    Raises:
+        RunFailed: if the run does not fit into the memory of GPUs or host.
+    """
     from gramian.plan.parallel_strategy import decide
     from gramian.train.build.memory_needs import needs_of, vocabulary_of
     from gramian.train.config.config import load_config
@@ -135,7 +139,10 @@ class _Place:
 
 
 def _place(config: Config, gpus: int | None, memory: int | None) -> _Place:
-    """The devices to plan for: from the options --gpus and --gpu-memory, and from this machine where one is absent."""
+    """The devices to plan for: from the options --gpus and --gpu-memory (None: not given, this machine's are used).
+
+    Raises a GramianError if --gpus is given without --gpu-memory and this machine has no GPU.
+    """
     if gpus is not None and memory is not None:
         return _Place("cuda", gpus, memory, None, simulated=True)
 
@@ -165,7 +172,7 @@ def _machine_memory() -> int:
 
 def _heading(config: Config, needs: Needs, place: _Place, decision: Decision) -> list[str]:
     shape, windows = needs.shape, needs.windows(place.gpus)
-    name = "GPT" if config.model.kind == "gpt" else str(config.model.path)
+    name = {"gpt": "GPT", "goose": "Goose"}.get(config.model.kind) or str(config.model.path)
     segments = needs.checkpoint_blocks
     activations = f"recomputed in segments of {segments}" if segments else "kept"
     lines = [

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 PLAIN_WIDTH = 120
-"""Width of the output in columns where it is not a terminal."""
+"""Width of the output in columns if it is not a terminal."""
 
 
 class Update(Protocol):
     """A callback that shows progress."""
 
     def __call__(self, done: int, total: int, text: str = "", /) -> None:
-        """Show that `done` of `total` units are done, with `text` on the state."""
+        """Show that `done` of `total` units are done, with `text` describing the current state."""
 
 
 def make_console(quiet: bool = False) -> Console:
@@ -37,7 +37,7 @@ def show(console: Console, *parts: RenderableType) -> None:
 
 
 def make_table(*headings: str, title: str | None = None) -> Table:
-    """Make a table without borders; columns whose heading begins with ">" are aligned right and do not wrap."""
+    """Make a table without borders; columns whose heading begins with ">" are aligned right and do not wrap. None: no title."""
     from rich import box
     from rich.table import Table
 
@@ -78,7 +78,7 @@ def in_parts(parts: int, line: Callable[[int, int, str], None]) -> Update:
 
 @contextmanager
 def progress_bar(console: Console, title: str = "") -> Iterator[Update]:
-    """Context whose value is a progress callback: on a terminal it draws a bar with the remaining time, elsewhere nothing."""
+    """Context manager whose value is a progress callback; on a terminal it draws a bar with the remaining time."""
     if not console.is_terminal or console.quiet:
         yield lambda done, total, text="", /: None
         return

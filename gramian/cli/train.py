@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -48,28 +49,44 @@ def train(config: Config) -> int:
         The exit code: 0 if the run reached its end or was asked to stop.
 
     Raises:
-        RunFailed: if the guard, which watches loss and gradient norm, stopped the run, or an event outside its config did.
+        RunFailed: if the guard, which watches loss and gradient norm, stopped the run; or if data workers died, memory is full,
+            or another process failed.
+        GramianError: if the run folder cannot be used, or the config does not fit the data, the model or the machine.
     """
     from gramian.parallel.world import world
     from gramian.train.state.run_folder import RunFolder
 
     check_device(config)
-    with world(config.run.device == "cpu", is_sharded(config)) as where:
+    with world(config.run.device == "cpu", is_sharded(config)) as grid:
         folder, problem = RunFolder(config), ""
-        if where.rank == 0:
+        if grid.rank == 0:
             try:
                 folder.__enter__()
             except GramianError as found:
                 problem = str(found)
         try:
-            if where.most(float(bool(problem))):
-                raise GramianError(where.first_failure(problem) if problem else "run.folder: cannot be taken")
-            return _train(config, where, folder)
+            if grid.most(float(bool(problem))):
+                raise GramianError(grid.first_failure(problem) if problem else "run.folder: cannot be taken")
+            return _train(config, grid, folder)
         finally:
-            folder.__exit__(None, None, None)
+            try:
+                if grid.rank == 0 and not problem:
+                    end_with_report(folder)
+            finally:
+                folder.__exit__(None, None, None)
 
 
-def _train(config: Config, where: ProcessGrid, folder: RunFolder) -> int:
+def end_with_report(folder: RunFolder) -> None:
+    """Write report.html into a run folder if its config asks for it; a failure is an event and a line, and fails nothing."""
+    if folder.config.run.report:
+        from gramian.report.report_file import write_run_report
+
+        failure = write_run_report(folder.path, private=folder.config.privacy is not None)
+        if failure is not None:
+            print(f"gramian: {failure}", file=sys.stderr)
+
+
+def _train(config: Config, grid: ProcessGrid, folder: RunFolder) -> int:
     from rich.console import Console
 
     from gramian.cli.train_progress import Progress
@@ -77,8 +94,8 @@ def _train(config: Config, where: ProcessGrid, folder: RunFolder) -> int:
     from gramian.train.loop.trainer import Trainer
 
     console = Console(quiet=not is_first_process())
-    with _one_line_failures(where):
-        parts = build(config, where)
+    with _one_line_failures(grid):
+        parts = build(config, grid)
         with Progress(console, config) as progress:
             trainer = Trainer(parts, folder, progress.show_step, progress.show_event)
             ended = trainer.run()
@@ -89,8 +106,8 @@ def _train(config: Config, where: ProcessGrid, folder: RunFolder) -> int:
 
 
 @contextmanager
-def _one_line_failures(where: ProcessGrid) -> Iterator[None]:
-    """Context: turn failures that can occur with a correct config into one-line errors.
+def _one_line_failures(grid: ProcessGrid) -> Iterator[None]:
+    """Context manager: turn failures that can occur with a correct config into one-line errors.
 
     Raises:
         RunFailed: for dead data workers, full memory, lost processes, and errors of another process.
@@ -112,8 +129,8 @@ def _one_line_failures(where: ProcessGrid) -> Iterator[None]:
                 f"out of memory ({line}); expected a smaller data.micro_batch or model, or parallel.checkpoint_blocks"
             ) from None
         lost = any(name in str(problem).lower() for name in ("gloo", "nccl", "connection", "peer"))
-        if where.size == 1 or not lost:
+        if grid.size == 1 or not lost:
             raise
         raise RunFailed(
-            f"process {where.rank} lost another one ({line}); expected all of them to continue: torchrun --max-restarts resumes"
+            f"process {grid.rank} lost another one ({line}); expected all of them to continue: torchrun --max-restarts resumes"
         ) from None

@@ -20,6 +20,7 @@ EVENT_LINES = {
     "rollback": "step {from}: {reason}; back to step {to}, batches left out: {skipped}",
     "fewer_snapshots": "{plan}",
     "advice": "{text}",
+    "remark": "{text}",
     "data_starved": "{text}",
     "temperature_stuck": "{text}",
     "features_off": "{text}",

@@ -37,7 +37,7 @@ ERRORS = "Errors: norm of the difference over norm of the reference"
 KILLS = 4
 """Number of runs that `gramian verify resume` kills and resumes."""
 NAMED = 3
-"""Most differences of a resumed run that are named in its line of the output."""
+"""Maximum number of differences of a resumed run that its line of the output names."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the checks that TARGET names and print their outcome; under torchrun only the first process prints."""
+    """Run the checks that TARGET names and print their outcome; under torchrun only the first process prints.
+
+    Returns the exit code.
+
+    Raises:
+        RunFailed: if a check failed.
+    """
     check_target("verify", arguments, USAGES, FOREIGN)
     if arguments.target == "resume":
         return only_first_complains(lambda: _verify_resume(arguments))
@@ -61,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     return only_first_complains(lambda: _verify(arguments, suite(arguments)))
 
 
-def _no_profile(where: ProcessGrid, console: Console) -> tuple[Iterable[RenderableType], str]:
+def _no_profile(grid: ProcessGrid, console: Console) -> tuple[Iterable[RenderableType], str]:
     return (), ""
 
 
@@ -85,27 +91,27 @@ def _kfac(arguments: argparse.Namespace) -> _Suite:
     from gramian.verify import kfac_matrix, kfac_processes
     from gramian.verify.model_layouts import ModelLayout
 
-    def profile(where: ProcessGrid, console: Console) -> tuple[Iterable[RenderableType], str]:
+    def profile(grid: ProcessGrid, console: Console) -> tuple[Iterable[RenderableType], str]:
         from gramian.cli.profile import profile_kfac
 
         sizes = profile_kfac.default_sizes()
-        profiles, failure = profile_kfac.measure(sizes, where, console)
-        return (profile_kfac.report(profiles, sizes, where) if profiles else ()), failure
+        profiles, failure = profile_kfac.measure(sizes, grid, console)
+        return (profile_kfac.report(profiles, sizes, grid) if profiles else ()), failure
 
-    def layout(where: ProcessGrid) -> ModelLayout:
-        return ModelLayout(where, arguments.fsdp, arguments.tp)
+    def layout(grid: ProcessGrid) -> ModelLayout:
+        return ModelLayout(grid, arguments.fsdp, arguments.tp)
 
     measured = profile if arguments.profile else _no_profile
     errors, oracle = f"{ERRORS}, per layer", "the dense float64 oracle on the CPU"
     if started_by_torchrun() or arguments.fsdp or arguments.tp:
         return _Suite(
-            lambda where: kfac_processes.plan(layout(where)),
-            lambda where: f"K-FAC on {_machine()} {layout(where)}, against one process: {oracle}",
+            lambda grid: kfac_processes.plan(layout(grid)),
+            lambda grid: f"K-FAC on {_machine()} {layout(grid)}, against one process: {oracle}",
             f"{errors}; of bound: over the error that the record declares.",
             measured,
         )
     title = f"K-FAC on {_machine()} against {oracle}"
-    return _Suite(lambda where: kfac_matrix.plan(), lambda where: title, f"{errors}. s.e.: standard errors.", measured)
+    return _Suite(lambda grid: kfac_matrix.plan(), lambda grid: title, f"{errors}. s.e.: standard errors.", measured)
 
 
 def _clipping(arguments: argparse.Namespace) -> _Suite:
@@ -115,10 +121,10 @@ def _clipping(arguments: argparse.Namespace) -> _Suite:
 
     stopwatch = Stopwatch(on=True) if arguments.profile else None
     return _Suite(
-        lambda where: clipping_matrix.plan(where, stopwatch=stopwatch),
-        lambda where: f"Clipping on {_machine(where)} against a float64 loop of single samples on the CPU",
+        lambda grid: clipping_matrix.plan(grid, stopwatch=stopwatch),
+        lambda grid: f"Clipping on {_machine(grid)} against a float64 loop of single samples on the CPU",
         "Errors: norm of the difference over the norms of the clipped gradients that are added up, per parameter.",
-        lambda where, console: ([] if stopwatch is None else [time_table(stopwatch.report(), arguments.verbose)], ""),
+        lambda grid, console: ([] if stopwatch is None else [time_table(stopwatch.report(), arguments.verbose)], ""),
     )
 
 
@@ -127,50 +133,56 @@ def _distill(arguments: argparse.Namespace) -> _Suite:
 
     return _Suite(
         distill_matrix.plan,
-        lambda where: f"Distillation on {_machine(where)} against eager float64 on the CPU",
+        lambda grid: f"Distillation on {_machine(grid)} against eager float64 on the CPU",
         f"{ERRORS}.",
     )
 
 
 def _verify(arguments: argparse.Namespace, suite: _Suite) -> int:
-    """Run the checks on all processes that torchrun started, or on this one; all processes reach the same verdict."""
+    """Run the checks on all processes that torchrun started, or on this one; all processes reach the same verdict.
+
+    Returns the exit code; raises RunFailed if a check or the profile failed.
+    """
     from gramian.cli.verify_report import conclude, report_checks
     from gramian.parallel.world import world
     from gramian.verify.agreement import agree
     from gramian.verify.checks import run_checks
 
     console = make_console(quiet=not is_first_process())
-    with world(cpu=False, fsdp=arguments.fsdp or arguments.tp) as where:
-        checks = suite.plan(where)
+    with world(cpu=False, fsdp=arguments.fsdp or arguments.tp) as grid:
+        checks = suite.plan(grid)
         with progress_bar(console) as update:
             outcomes = run_checks(
-                checks, lambda done, check: update(done, len(checks), check.title), stop_at_crash=where.size > 1
+                checks, lambda done, check: update(done, len(checks), check.title), stop_at_crash=grid.size > 1
             )
         crash = next((outcome.crash for outcome in outcomes if outcome.crash), "")
-        cause = where.first_failure(f"crashed: {crash}") if crash else ""
-        measured, failure = suite.profile(where, console) if where.size == 1 or not crash else ((), "")
-    failed = agree(where, outcomes)
-    if where.size > 1 and cause:  # other processes crashed because this one was gone
+        cause = grid.first_failure(f"crashed: {crash}") if crash else ""
+        measured, failure = suite.profile(grid, console) if grid.size == 1 or not crash else ((), "")
+    failed = agree(grid, outcomes)
+    if grid.size > 1 and cause:  # other processes crashed because this one was gone
         failed = {title: cause if "crashed: " in problem else problem for title, problem in failed.items()}
-    show(console, *report_checks(outcomes, suite.title(where), suite.legend, arguments.verbose), *measured)
+    show(console, *report_checks(outcomes, suite.title(grid), suite.legend, arguments.verbose), *measured)
     conclude(console, arguments.target, failed, outcomes, len(checks))
     if failure:
         raise RunFailed(f"verify {arguments.target} --profile: {failure}")
     return 0
 
 
-def _machine(where: ProcessGrid | None = None) -> str:
+def _machine(grid: ProcessGrid | None = None) -> str:
     import torch
 
     from gramian.verify.model_layouts import layout_name
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
-    layout = layout_name(where) if where else ""
+    layout = layout_name(grid) if grid else ""
     return f"{device}, torch {torch.__version__},{f' {layout},' if layout else ''}"
 
 
 def _verify_resume(arguments: argparse.Namespace) -> int:
-    """Kill training runs and resume them, in subprocesses; under torchrun each run has as many as torchrun started."""
+    """Kill training runs and resume them, in subprocesses; returns the exit code, raises RunFailed if a resumed run differs.
+
+    Under torchrun each run has as many processes as torchrun started.
+    """
     import tempfile
     from pathlib import Path
 
@@ -181,21 +193,21 @@ def _verify_resume(arguments: argparse.Namespace) -> int:
     config = resume.shortened(load_config(arguments.config) if arguments.config else parse_config({}), arguments.fsdp)
     console = make_console(quiet=not is_first_process())
     found: dict[str, list[str]] = {}
-    with world(cpu=True, fsdp=False) as where:
+    with world(cpu=True, fsdp=False) as grid:
         if is_first_process():
             kills = resume.random_kills(config.run.steps, KILLS, seed=0)
             with tempfile.TemporaryDirectory() as folder, progress_bar(console) as update:
                 found = resume.check_resume(
-                    config, Path(folder), kills, where.size, lambda done, name: update(done, KILLS + 1, name)
+                    config, Path(folder), kills, grid.size, lambda done, name: update(done, KILLS + 1, name)
                 )
-        failed = where.most(float(any(found.values()))) > 0
+        failed = grid.most(float(any(found.values()))) > 0
     for kill, differences in found.items():
         line = f"FAILED  {kill}: {'; '.join(differences[:NAMED])}" if differences else f"ok  {kill}"
         show(console, line, *(f"    {difference}" for difference in differences if arguments.verbose))
     show(
         console,
         f"{sum(not differences for differences in found.values())} of {len(found)} killed and resumed runs of "
-        f"{config.run.steps} steps on {where.size} process{'es' * (where.size > 1)} ended bitwise where the run that was not "
+        f"{config.run.steps} steps on {grid.size} process{'es' * (grid.size > 1)} ended bitwise where the run that was not "
         "killed ended",
     )
     if failed:

@@ -1,8 +1,8 @@
 """Files that are complete or absent, also after a crash or on a full disk.
 
-Content goes to a temporary name in the same folder and is hashed on the way; then the file is synced, renamed to its final
-name, and the folder is synced. A reader sees the previous file or the new one, never a part. Cost beside the write: one
-SHA-256 pass, two fsyncs and a rename.
+Content is written under a temporary name in the same folder and hashed while it is written; then the file is synced, renamed to
+its final name, and the folder is synced. A reader sees the previous file or the new one, never a part. Cost beside the write:
+one SHA-256 pass, two fsyncs and a rename.
 """
 
 import hashlib
@@ -51,13 +51,13 @@ class FileRecord:
 
 
 class HashedFile:
-    """A file that is being written and hashed; `finish` gives it its final name, `abandon` removes it.
+    """A file that is being written and hashed by SHA-256; `finish` gives it its final name, `abandon` removes it.
 
     Args:
         path: the final name.
-        private: mode 0600 and a temporary name that cannot be guessed; otherwise mode 0644 less the umask.
-        rename: False creates the file under its final name, which must be free: for a folder that is renamed when it is
-            complete.
+        private: True: mode 0600 and a temporary name that cannot be guessed; False: mode 0644 less the umask.
+        rename: True: write under a temporary name until `finish`; False: create the file under its final name, which must be
+            free: for a folder that is itself renamed when it is complete.
     """
 
     def __init__(self, path: Path, *, private: bool = False, rename: bool = True) -> None:
@@ -131,11 +131,13 @@ def replace_text(path: Path, text: str) -> None:
 def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
     """Let other code write a file under a temporary name; it replaces `path` if the block ends without an error.
 
+    If the block raises, the temporary file is removed and the previous file is unchanged.
+
     Yields:
         The temporary path, an empty file; of mode 0600 with `private`.
 
     Raises:
-        OSError: if it cannot be written; the previous file is then unchanged.
+        OSError: if the file cannot be written; the previous file is then unchanged.
     """
     handle, temporary = _open_temporary(path, private)
     os.close(handle)

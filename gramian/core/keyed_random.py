@@ -1,4 +1,4 @@
-"""Random numbers keyed by token, not by place in a stream: any split of the data into batches draws the same numbers.
+"""Random numbers that depend on the token, not on their place in a stream: any split into batches draws the same numbers.
 
 hash(seed, sample, position, draw) by two rounds of a 64-bit mixer, in integer tensors, so the CPU and every GPU agree.
 """

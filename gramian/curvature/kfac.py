@@ -74,37 +74,40 @@ class KFACNaturalGradient:
         memory_budget: int | str | None = None,
         process_group: Any = None,
     ) -> None:
-        """Check and store the options; the model comes with the first capture.
+        """Check the options (a GramianError for a value that is not allowed) and store them; a capture brings the model.
 
         Args:
             damping: λ that is added to F = G ⊗ A, or to its factors, as damping_mode says.
-            damping_A: λ that factored damping adds to A, or joint damping to G ⊗ A; None: `damping`.
+            damping_A: λ that factored damping adds to A, or joint damping to G ⊗ A; None: `damping`; must be None for "pi".
             damping_G: λ that factored damping adds to G (joint damping: equal to damping_A); None: `damping`.
-            ema_decay: β of the debiased moving average over refreshes; 0: the last refresh alone.
-            update_freq: captures and collections from one refresh to the next; the first one refreshes.
-            min_layer_size: narrower layers get an exact block or a diagonal instead of K-FAC.
-            use_eigenvalue_correction: clip: raise damped eigenvalues to at least the largest one divided by κ.
-            max_condition_number: κ of the clip.
+            ema_decay: β of the debiased moving average of the factors over refreshes; 0: the last refresh alone.
+            update_freq: number of `capture` and `collect_kfac_factors` calls from one refresh (new factors) to the next; the
+                first call refreshes.
+            min_layer_size: layers with fewer inputs or outputs than this get an exact block or a diagonal instead of K-FAC.
+            use_eigenvalue_correction: whether the clip is on: it raises damped eigenvalues to at least the largest one / κ.
+            max_condition_number: κ of the clip; infinity: no clip.
             kfac_use_woodbury: whether low-rank factors may be used.
-            kfac_policy: "all", "auto", "hybrid" or "small_only"; see docs/concepts/kfac.md.
+            kfac_policy: when G is low rank: "all", "auto", "hybrid" or "small_only"; see docs/concepts/kfac.md.
             kfac_big_threshold: width of G from which "hybrid" uses low rank.
-            kfac_true_fisher_head: the exact Fisher of the softmax head in place of an estimate.
+            kfac_true_fisher_head: whether G of the output layer is the exact Fisher of its softmax and not an estimate.
             kfac_eps: first Cholesky jitter, relative to the mean diagonal.
             kfac_auto_rho: ρ; kfac_policy "auto" uses low rank while T tokens ≤ ρ·(width of G).
-            kfac_auto_t_max: most tokens (columns) of a low-rank factor.
-            woodbury_store_device: device on which factors are stored: "auto", "cuda" or "cpu".
+            kfac_auto_t_max: largest number of tokens (columns) of a low-rank factor.
+            woodbury_store_device: device on which factors are stored: "cuda", "cpu", or "auto" (the model's device up to half
+                of its free memory, then the CPU).
             woodbury_dtype: dtype of stored factors: "fp16", "bf16", "fp32" or "fp64"; None: fp16, and fp64 for float64 models.
-            kfac_distributed_reduce: how processes join low-rank sides: "gram" (rows sharded by features), "gather" (all rows on
-                each), "dense" (matrices added), "none" (each process by itself). See docs/concepts/kfac_processes.md.
+            kfac_distributed_reduce: how processes join their low-rank A and G: "gram" (sharded by features), "gather" (all
+                rows on each), "dense" (matrices added), "none" (each process by itself). See docs/concepts/kfac_processes.md.
             damping_mode: "pi" (λ split by traces), "factored" (λ_A and λ_G) or "joint" (λ on the product).
-            weight_sharing: "expand" (tokens are samples) or "reduce" (a sample's tokens are one).
-            max_tokens: size of a random, rescaled subset of tokens per refresh; None: all.
+            weight_sharing: "expand" (each token is one sample) or "reduce" (a sample's tokens are combined into one).
+            max_tokens: size of the random subset of tokens that a refresh uses, with rescaled sums; None: all tokens.
             seed: seed of token subsets and drawn labels.
-            strict: raise where a refresh is dropped, something falls back, or a parameter is not covered.
-            ekfac: second moments of per-sample gradients in K-FAC's eigenbasis in place of its eigenvalues; needs
-                damping_mode="joint". See docs/concepts/ekfac.md.
-            memory_budget: most bytes, or "8GB", that curvature may take on any one device; see docs/concepts/kfac_memory.md.
-            process_group: the processes that share the data; None: those of DDP or FSDP2, else all, as they are at a capture.
+            strict: raise if a refresh is dropped, a factorisation falls back, or a trained parameter gets no curvature.
+            ekfac: replace K-FAC's eigenvalues by second moments of per-sample gradients in its eigenbasis; needs
+                damping_mode="joint" and no memory_budget. See docs/concepts/ekfac.md.
+            memory_budget: limit on the bytes of curvature on any one device, an integer or "8GB"; None: no limit. See
+                docs/concepts/kfac_memory.md.
+            process_group: the processes that share the data; None: at each capture those of DDP or FSDP2, else all.
         """
         given = {name: value for name, value in locals().items() if name not in ("self", "process_group")}
         self.state = CurvatureState(Options(**given), process_group)
@@ -116,7 +119,7 @@ class KFACNaturalGradient:
 
     @property
     def kfac_factors(self) -> dict[str, Block]:
-        """{layer: K-FAC `Block` with factors `.A` and `.G`, undamped}; other blocks by parameter name, with `.A` None."""
+        """{layer: K-FAC `Block` with undamped factors `.A`, `.G`}; outside K-FAC {parameter: `Block` whose `.A` is None}."""
         return self.state.blocks
 
     @property
@@ -126,7 +129,7 @@ class KFACNaturalGradient:
 
     @property
     def refreshes(self) -> int:
-        """Number of calls of `capture` and `collect_kfac_factors` that made new factors."""
+        """Number of calls of `capture` and `collect_kfac_factors` that made new factors, rejected ones not counted."""
         return self.state.refreshes
 
     @property
@@ -159,17 +162,17 @@ class KFACNaturalGradient:
         Args:
             model: the user's model.
             loss_reduction: "mean", "sum", or the coefficient of one term in the loss.
-            num_terms: N, loss terms behind this loss on this process; may be left out where token_weights is given.
-            token_weights: [B, T], weights of the terms: 0 for padding and prompts.
+            num_terms: N, number of loss terms behind this process's loss; None: the sum of token_weights.
+            token_weights: [B, T], weights of the terms: 0 for padding and prompts; None: found from the output gradients.
             loss_scale: the factor that the loss was multiplied by, or the `GradScaler`.
-            batch_size: B, if it is not the first axis of the model's first tensor.
-            sample_ids: [B], global ids that a subset of tokens (`max_tokens`) is keyed by; None: the i-th sample of process r
-                of W is i·W + r.
-            head: name of the layer whose outputs are the logits.
+            batch_size: B; None: the length of the first axis of the model's first tensor argument.
+            sample_ids: [B], global sample ids from which the random subset of tokens (`max_tokens`) is derived; None: the i-th
+                sample of process r of W is i·W + r.
+            head: name of the layer whose outputs are the logits; None: as the model states it, or found in its forward.
             force: refresh at once, whatever `update_freq` says; on all processes or none.
 
         Returns:
-            A context; `cap.next(...)` goes before each further backward in it. On steps without a refresh it does nothing.
+            A context; call `cap.next(...)` in it before each further forward and backward. Without a refresh it does nothing.
         """
         loss = LossArguments(loss_reduction, num_terms, token_weights, loss_scale, batch_size, sample_ids)
         return open_capture.capture(self.state, model, loss, head, force)
@@ -187,21 +190,22 @@ class KFACNaturalGradient:
         head: str | None = None,
         force: bool = False,
     ) -> dict[str, Block]:
-        """Run passes over a batch and make factors of them; the user's gradients, mode and random state stay as they are.
+        """If a refresh is due, run passes over a batch and make factors of them; `p.grad`, mode and random state are preserved.
 
         Args:
             model: a model that returns logits, alone or as `.logits`.
             batch: a mapping as Hugging Face models take it, or (inputs, labels).
             fisher_type: "empirical", "mc" (labels drawn from the model) or "true" (the head exactly, the rest "mc").
-            n_samples: draws of labels.
+            n_samples: number of draws of labels, a pass for each; not used for "empirical".
             generator: source of the draws' seed; None: the object's own.
-            sample_ids: [B], global ids that draws and subsets are keyed by; None: row i of process r of W is i·W + r.
+            sample_ids: [B], global sample ids from which draws and token subsets are derived; None: i·W + r for row i of
+                process r of W.
             causal_shift: whether position t predicts label t+1; None: as Hugging Face does for this model.
-            head: name of the layer whose outputs are the logits.
+            head: name of the layer whose outputs are the logits; None: as the model states it, or found in its forward.
             force: refresh at once, whatever `update_freq` says.
 
         Returns:
-            `kfac_factors`.
+            `kfac_factors`, unchanged if no refresh was due.
         """
         labels = LabelArguments(fisher_type, n_samples, generator, sample_ids, causal_shift)
         open_capture.collect(self.state, model, batch, labels, head, force)
@@ -217,10 +221,11 @@ class KFACNaturalGradient:
         Args:
             model: its `p.grad` are read; nothing is changed.
             power: any real number; -1 is the natural gradient.
-            gradients: {parameter: gradient} in place of `p.grad`.
+            gradients: {parameter: gradient} in place of `p.grad`; None: `p.grad`.
 
         Returns:
-            {parameter: tensor} for every trainable parameter with a gradient, like its gradient in dtype and device.
+            {parameter: tensor} for every trainable parameter with a gradient, like its gradient in dtype and device; the
+            gradient itself where no capture has reached the parameter (with the option `strict` an error).
         """
         return natural_gradient.natural_gradient(self.state, module_of(model), power, gradients)
 
@@ -232,7 +237,7 @@ class KFACNaturalGradient:
             damped: whether damping and clip take part.
 
         Returns:
-            {parameter: tensor} for every parameter of the blocks that v touches.
+            {parameter: tensor} for all parameters of every block that has a parameter in `vector`.
         """
         return natural_gradient.fisher_vector_product(self.state, vector, damped)
 
@@ -248,11 +253,11 @@ class KFACNaturalGradient:
         return math.sqrt(max(squared, 0.0))
 
     def trust_region_scale(self, step: Mapping[str, Tensor], kl: float) -> float:
-        """min(1, √(kl / (½ δᵀFδ))): the factor for a step δ with which it moves the model by at most `kl` nats.
+        """min(1, √(kl / (½ δᵀFδ))): the factor by which a step δ is to be multiplied to move the model by at most `kl` nats.
 
         Args:
             step: δ, {parameter: tensor}.
-            kl: bound on the KL divergence between the model's predictions before and after, to second order.
+            kl: bound, in nats, on the KL divergence between the model's predictions before and after, to second order.
         """
         check_number("kl", kl, "positive")
         moved = 0.5 * self.quadratic_form(step)
@@ -274,12 +279,12 @@ class KFACNaturalGradient:
         return factor_file.state_dict(self.state)
 
     def load_state_dict(self, saved: Mapping[str, Any], model: nn.Module | None = None) -> None:
-        """Replace factors and counters by saved ones; nothing changes if they do not fit the model.
+        """Replace factors and counters by saved ones; if they do not fit the model, raise a GramianError and change nothing.
 
         Args:
             saved: a value of `state_dict`.
-            model: checked against the factors if given; else it is checked when they are used. Processes that share a model and
-                shard rows (`"gram"`) must all pass it: each then stores its own rows alone, as after a refresh.
+            model: the model to check the factors against; None: it is checked when they are used. Processes that share a
+                model and shard rows (`"gram"`) must all pass it: each then stores its own rows alone, as after a refresh.
         """
         exchange = None
         if model is not None and self.options.kfac_distributed_reduce == "gram":
@@ -295,16 +300,16 @@ class KFACNaturalGradient:
         self.load_state_dict(factor_file.read(path), model)
 
     def save_sharded(self, folder: str) -> None:
-        """Write factors, counters and options into a new folder that all processes see, each its own rows. Collective.
+        """Write factors, counters and options into a new shared folder, each process its own rows of factors. Collective.
 
-        Nothing is gathered, and any number of processes can load it again.
+        No factor is gathered, and any number of processes can load the folder.
         """
         factor_folder.save(self.state, folder, self.state.exchange or refresh_schedule.default_exchange(self.state))
 
     def load_sharded(self, folder: str, model: nn.Module | None = None) -> None:
         """Replace factors and counters by those of a folder that `save_sharded` wrote, on any number of processes. Collective.
 
-        `model`, if given, is checked against the factors, and its processes shard the rows as in a refresh.
+        `model`, if given, is checked against the factors; the processes that share it shard the rows as in a refresh.
         """
         if model is None:
             factor_folder.load(self.state, folder, None, refresh_schedule.default_exchange(self.state))
@@ -330,20 +335,20 @@ class KFACNaturalGradient:
 
         Args:
             model: on any device, the meta device among them; nothing is allocated.
-            tokens: T of a refresh on all processes, for all layers or {layer: T}; None: the most that any number can take.
-            inputs: in place of tokens, the arguments of one forward over all data of a refresh (meta tensors do), which shows
-                every layer's own tokens, and which layers share one A.
+            tokens: T, tokens of a refresh on all processes: one number or {layer: T}; None: the maximum over all numbers.
+            inputs: in place of tokens, the arguments of one forward over all data of a refresh (meta tensors do): it is run to
+                count every layer's tokens and to find the layers that share one A; None: use `tokens`.
             head: name of the layer whose outputs are the logits; None: as the model states it, or the last linear layer.
             fisher_type: that of `collect_kfac_factors`; "true" makes the head exact.
             power: exponent of later `compute_natural_gradient` calls; any but -1 needs eigenvectors.
-            algebra: dtype of small systems: float64, or float32 where condition numbers are known to allow it.
-            activations: their dtype, where autocast makes it another than the parameters'.
+            algebra: dtype of the matrices to factorise: float64, or float32 where condition numbers are known to allow it.
+            activations: dtype of activations under autocast; None: that of the parameters.
             device: where the model will run; None: where it is.
-            free: bytes free there, for "auto" storage and eigendecompositions; None: enough.
-            world_size: number of processes that share the tokens; the plan is that of each.
+            free: bytes free there, from which "auto" storage and eigendecompositions choose GPU or CPU; None: no limit.
+            world_size: number of processes that share the tokens; bytes are those of one process.
 
         Returns:
-            `.rows`, `.total(device)`; `str()` is the table.
+            The plan: `.rows` (one per block), `.total(device)` (peak bytes); `str()` is a table.
         """
         check_number("power", power)
         root = module_of(model)
@@ -370,11 +375,11 @@ class KFACNaturalGradient:
         Args:
             damping: λ of log_det, effective_dimension and condition_number, which are those of F + λI whatever `damping_mode`
                 is; None: the option `damping`, or under "joint" `damping_A` if given. All else is undamped and unclipped.
-            n: samples, for the heuristic pac_bayes = √(trace/n); None: without it.
+            n: number of samples, for the heuristic pac_bayes = √(trace/n); None: without it.
 
         Returns:
-            {"layers": {name: {metric: value}}, "model": {the same, and "coverage": shares of the trained parameters}}; metrics
-            of sides too wide to be written out have an "error" beside them.
+            {"layers": {name: {metric: value}}, "model": {the same, and "coverage": shares of the trained parameters}}; where A
+            or G is too wide for a dense matrix, metrics are estimates, and an entry "error" has {metric: error bound}.
         """
         damping = self.options.joint_lambda if damping is None else damping
         for name, value in {"damping": damping, "n": 1 if n is None else n}.items():

@@ -95,9 +95,10 @@ class Options:
 
     def _check_damping(self) -> None:
         given = [name for name in ("damping_A", "damping_G") if getattr(self, name) is not None]
-        if self.damping_mode == "pi" and given:
+        if given and not DAMPING_MODES[self.damping_mode].sides:
             raise GramianError(
-                f'{given[0]}: damping_mode "pi" splits damping by itself; expected damping alone, or damping_mode="factored"'
+                f'{given[0]}: damping_mode "{self.damping_mode}" splits damping by itself; expected damping alone, or '
+                'damping_mode="factored"'
             )
         if self.damps_product and self.lambdas.A != self.lambdas.G:
             raise GramianError(
@@ -112,7 +113,7 @@ class Options:
 
     @property
     def lambdas(self) -> Lambdas:
-        """Options `damping`, `damping_A` and `damping_G` as `Lambdas`; the last two are `damping` where they are None."""
+        """Options `damping`, `damping_A` and `damping_G` as `Lambdas`; `damping` replaces the last two where they are None."""
         return Lambdas(
             self.damping,
             self.damping if self.damping_A is None else self.damping_A,
@@ -121,17 +122,17 @@ class Options:
 
     @property
     def damps_product(self) -> bool:
-        """True if `damping_mode` adds λ to the product G ⊗ A ("joint"), which takes eigenvectors of both sides."""
+        """True if `damping_mode` is "joint": it adds λ to the product G ⊗ A, which needs the eigenvectors of A and of G."""
         return DAMPING_MODES[self.damping_mode].on_product
 
     @property
     def joint_lambda(self) -> float:
-        """One λ that stands for the damping in logs and capacity metrics: that of joint damping, else `damping`."""
+        """The one λ that logs and capacity metrics use: `damping_A` (if given) under joint damping, else `damping`."""
         return self.lambdas.A if self.damps_product else self.damping
 
     @property
     def max_condition(self) -> float | None:
-        """κ of the clip, which raises damped eigenvalues to (largest)/κ; None if the clip is off or κ is infinite."""
+        """κ of the clip, which raises damped eigenvalues to at least (largest)/κ; None if the clip is off or κ is infinite."""
         limited = self.use_eigenvalue_correction and math.isfinite(self.max_condition_number)
         return self.max_condition_number if limited else None
 

@@ -1,6 +1,6 @@
 """The state of a K-FAC object between two calls, as one explicit value that every stage receives.
 
-A capture fills sums (estimate), sums become factors (refresh), factors meet gradients (apply), and all of it is saved and
+A capture fills sums (estimate), sums become factors (refresh), factors multiply gradients (apply), and all of it is saved and
 reported (persist). Each stage is a set of functions of a `CurvatureState`; none imports the façade `kfac.py`.
 """
 
@@ -38,7 +38,7 @@ class CurvatureState:
     head: str | None = None
     """Name of the layer whose outputs are the logits; None while it is not known."""
     factorisations: SharedFactorisation = field(default_factory=lambda: SharedFactorisation(None))
-    """Assignment of the current factors to the processes that factorise them."""
+    """Assigns each factorisation of the current factors to one process, which broadcasts the result."""
 
     # ---- steps ----
     steps: int = 0
@@ -46,7 +46,7 @@ class CurvatureState:
     refreshes: int = 0
     """Number of captures and collections that made new factors."""
     last_refresh: int | None = None
-    """Number of the step at which the factors were last refreshed; None before that."""
+    """Number of the step (capture or collection) at which new factors were last made; None: there are none yet."""
     capturing: bool = False
     """True inside the `with` block of a capture."""
     dropped: list[dict[str, Any]] = field(default_factory=list)
@@ -54,9 +54,9 @@ class CurvatureState:
     generator: torch.Generator = field(default_factory=torch.Generator)
     """Source of the seeds of drawn labels and token subsets."""
     generator_before_step: torch.Tensor | None = None
-    """State of `generator` before the current step drew its seeds."""
+    """State of `generator` before the current step drew its seeds; None before the first step."""
     seeds: tuple[int, int] = (0, 0)
-    """The two seeds of the current refresh, from which drawn labels and token subsets are keyed."""
+    """The two seeds of the current refresh, from which labels and random token subsets are drawn."""
 
     # ---- processes ----
     world_size: int = 1
@@ -64,20 +64,20 @@ class CurvatureState:
     shared_refreshes: int = 0
     """Number of refreshes that several processes began together."""
     group_number: tuple[Any, int] | None = None
-    """(process group, number of this K-FAC object among those that the group's processes share); None before the first use."""
+    """(process group, number that identifies this K-FAC object on all processes of the group); None before the first use."""
 
     # ---- facts for the record ----
     padding: dict[str, list[float]] = field(default_factory=dict)
-    """{layer: [tokens counted, loss terms]} of the last refresh, where tokens without a loss term were counted too."""
+    """{layer: [tokens counted, loss terms]} of the last refresh, for layers whose sums contain tokens without a loss term."""
     loss_coefficient: float | None = None
-    """Measured coefficient of one loss term divided by the stated one, if the first refresh found that they differ."""
+    """Measured coefficient of one loss term divided by that of the capture's arguments; None: no difference was found."""
     coefficient_checked: bool = False
     softmax_checked: bool = False
     separate_processes_logged: bool = False
     without_curvature: set[str] = field(default_factory=set)
     """Names of parameters whose gradients were returned unchanged because no capture has reached them."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Duration in seconds of the last refresh ("build") and of the last application to a vector ("apply")."""
+    """Seconds that making factors took in the last refresh ("build"), and the last product with a vector ("apply")."""
     sent: dict[str, int] = field(default_factory=dict)
     """{kind of collective: bytes that left this process for it in the last refresh}."""
 
@@ -86,7 +86,7 @@ class CurvatureState:
         self.generator.manual_seed(self.options.seed)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Fields for a copy or a pickle, without process group and model, which the copy gets from a capture or a load."""
+        """Fields for a copy or a pickle, without process group and model; a later capture or load sets them on the copy."""
         detached = {"model_ref": None, "group_number": None, "process_group": None}
         return {**self.__dict__, **detached, "factorisations": SharedFactorisation(None)}
 
@@ -101,9 +101,9 @@ class CurvatureState:
         return self.factorisations.exchange
 
     def checked_specs(self, root: nn.Module) -> dict[str, Spec]:
-        """{block name: `Spec`} of the model `root`; an error if a block that has factors has changed since the capture.
+        """{block name: `Spec`} of the model `root`; a GramianError if a block that has factors has changed since the capture.
 
-        A block whose parameters are all frozen now keeps its factors until they train again.
+        A block whose parameters are all frozen now is no error: it keeps its factors until they train again.
         """
         specs = find_blocks(root, self.options)
         frozen = {name for name, p in unique_parameters(root) if not p.requires_grad}
@@ -125,7 +125,7 @@ class CurvatureState:
         return {name: p.numel() for name, p in known if p.requires_grad and name not in in_blocks}
 
     def require_factors(self) -> None:
-        """Raise a GramianError if there are no factors yet, that is before the first refresh."""
+        """Raise a GramianError if there are no factors yet (before the first refresh or load)."""
         if not self.blocks:
             raise GramianError("kfac: has no factors yet; expected a capture or collect_kfac_factors before")
 

@@ -1,6 +1,7 @@
 """The data of a run: documents become a stream of tokens, the stream is cut into windows, and windows form batches.
 
-`load_windows` → `Batches`. A batch is a function of seed and position, so a resumed run has no data state to restore.
+`load_windows` → `Batches`. A batch is a function of the seed and of its data position (its index in the run's sequence of
+batches), so a resumed run has no data state to restore.
 """
 
 from gramian.data.batches import Batches, DataWorkerDied, StepBatch

@@ -1,4 +1,6 @@
-"""The batches of a run, prepared by worker processes: a batch is a function of the seed and its data position alone.
+"""The batches of a run, prepared by worker processes.
+
+A batch is a function of the seed and of its data position (its index in the run's sequence of batches) alone.
 
 Shape suffixes:
     R  windows of a step on this rank
@@ -36,7 +38,7 @@ class DataWorkerDied(GramianError):
 
     @classmethod
     def because(cls, how: str) -> Self:
-        """The error whose message says how the worker died (`how`) and what to change."""
+        """Return the error whose message says how the worker died (`how`) and which option to change."""
         advice = "expected enough memory for all, or fewer workers; 0 reads in the training process"
         return cls(f"data.workers: {how}; {advice}")
 
@@ -47,10 +49,10 @@ class StepBatch:
 
     Attributes:
         position: the data position, the index of the batch in the run's sequence of batches.
-        micro: micro-batches, the same number on every rank: each int64 [rows, T] under the names of an item of `Windows`, and
-            int64 [rows] under "windows", the index of each row's window, on the host.
+        micro: micro-batches, the same number on every rank. Each is a dict: "tokens", "targets" and, for isolated documents,
+            "documents" are int64 [rows, T]; "windows", int64 [rows] on the host, is the index of each row's window.
         tokens: number of targets of the step that have a loss term, over all ranks.
-        first: index of this rank's first row among the rows of all ranks.
+        first: index of this rank's first window among the step's windows of all ranks.
     """
 
     position: int
@@ -63,11 +65,13 @@ class Batches:
     """Batches by data position, the same for any number of ranks and workers.
 
     The windows of a step are split over the ranks contiguously and as evenly as possible, and on a rank into micro-batches.
-    Every rank has the same number of them; a rank without windows for its last one gets a single row without loss terms.
+    Every rank has the same number of micro-batches; a rank without windows for its last one gets a single row without loss
+    terms.
 
     The first `from_position` starts the workers, and later calls reuse them, so one `Batches` should serve a run. Workers use
-    no random numbers, and the loader has its own generator. They leave the process group, so that Ctrl-C reaches only the
-    training process, which can finish its step. The next batch, and not the middle of a step, reports the death of a worker.
+    no random numbers, and the loader has its own generator. Workers leave the process group, so that Ctrl-C reaches only the
+    training process, which can finish its step. The death of a worker raises when the next batch is requested, not in the
+    middle of a step.
 
     Args:
         windows: the data.
@@ -75,11 +79,14 @@ class Batches:
         micro_batch: maximum number of windows per micro-batch; 0: all windows of the rank.
         seed: seed of the order.
         rank: rank of this process.
-        world: number of data-parallel ranks.
+        world_size: number of data-parallel ranks.
         workers: number of processes that prepare batches; 0: this process prepares them.
         prefetch: number of steps that each worker prepares ahead.
         pin: put batches into page-locked memory if they can be copied to a GPU.
         device: device that batches are copied to, without waiting for the copy; None: no copy.
+
+    Raises:
+        GramianError: if a count is too small, or `rank` is not in 0 … world_size - 1.
 
     Example:
         >>> batches = Batches(windows, batch=16, micro_batch=4, seed=0)
@@ -95,7 +102,7 @@ class Batches:
         micro_batch: int = 0,
         seed: int = 0,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
         workers: int = 0,
         prefetch: int = 2,
         pin: bool = True,
@@ -109,10 +116,11 @@ class Batches:
         ):
             if value < least:
                 raise GramianError(f"{name}: expected at least {least}, got {value}")
-        if not 0 <= rank < world:
-            raise GramianError(f"rank: expected 0 to {world - 1}, got {rank}")
-        self.workers = workers
-        self._steps = _Steps(windows, batch, micro_batch, seed, rank, world)
+        if not 0 <= rank < world_size:
+            raise GramianError(f"rank: expected 0 to {world_size - 1}, got {rank}")
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.workers = min(workers, max(2, cores))  # more only compete with each other; batches do not depend on it
+        self._steps = _Steps(windows, batch, micro_batch, seed, rank, world_size)
         self._positions = _Positions()
         self._prefetch = prefetch
         self._device = None if device is None else torch.device(device)
@@ -126,11 +134,12 @@ class Batches:
     def from_position(self, start: int, skipped: Collection[int] = ()) -> Iterator[StepBatch]:
         """Iterate over the batches from a data position on, without the positions in `skipped`; never ends.
 
-        Workers begin at once. The iterator of an earlier call raises if it is used again.
+        Workers begin to prepare batches at once.
 
         Raises:
             DataWorkerDied: here or from the iterator, if a worker has died.
-            GramianError: if workers cannot be started.
+            GramianError: if `start` is negative or workers cannot be started; from the iterator, if `from_position` or `close`
+                has been called since.
         """
         if start < 0:
             raise GramianError(f"start: expected at least 0, got {start}")
@@ -210,14 +219,14 @@ class Batches:
 
 
 class _Steps(Dataset[_Rows]):
-    """Maps a data position to (position, number of targets with a loss term over all ranks, rows of this rank)."""
+    """Maps a data position to (position, number of targets with a loss term over all ranks, {name: rows} of this rank)."""
 
-    def __init__(self, windows: Windows, batch: int, micro_batch: int, seed: int, rank: int, world: int) -> None:
+    def __init__(self, windows: Windows, batch: int, micro_batch: int, seed: int, rank: int, world_size: int) -> None:
         self._windows = windows
         self._batch = batch
         self._seed = seed
-        self.first, self._stop = rank * batch // world, (rank + 1) * batch // world
-        most = -(-batch // world)
+        self.first, self._stop = rank * batch // world_size, (rank + 1) * batch // world_size
+        most = -(-batch // world_size)
         self._micro_batch = micro_batch or most
         self._count = -(-most // self._micro_batch)
 

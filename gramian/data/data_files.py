@@ -22,7 +22,7 @@ SUFFIXES: dict[str, tuple[str, ...]] = {
     "jsonl": (".jsonl", ".ndjson"),
     "tokens": (".npy", ".bin"),
 }  # fmt: skip
-"""{kind of data: suffixes of the files that are read from a folder}; a text or JSONL file named itself may have any suffix."""
+"""{source: suffixes of the files read from a folder}; a text or JSONL file that the config names may have any suffix."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Sidecar:
 def find_files(names: Sequence[str], source: Source, field: str = "data.files") -> list[File]:
     """List the files of `names` in the given order; a folder stands for its files of the right suffix, sorted by path.
 
-    Hidden files and folders inside a folder are skipped. A name that is missing, or a folder without such a file, raises.
+    Hidden files and folders inside a folder are skipped. A path that does not exist, or a folder without such a file, raises
+    a GramianError that names the config field `field`.
     """
     found: list[File] = []
     for name in names:
@@ -107,9 +108,10 @@ def read_lines(path: Path, field: str) -> Iterator[bytes]:
 
 
 def open_tokens(path: Path) -> tuple[Ids, Sidecar | None]:
-    """Open a token file as a 1-D memory map and read its sidecar, the `.json` that a `.npy` may have and a `.bin` must have.
+    """Open a token file; returns its token ids as a 1-D memory map, and its sidecar, the `.json` that describes it.
 
-    Raises `GramianError` if it cannot be read, is truncated or empty, or is not a 1-D array of integers.
+    A `.npy` file may have a sidecar (None if it has none), a `.bin` file must have one. Raises `GramianError` if the file
+    cannot be read, is truncated or empty, or is not a 1-D array of integers.
     """
     sidecar = read_sidecar(path)
     try:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from gramian.data.tokenizer import Ids, Tokenizer, token_type
 Int64s = npt.NDArray[np.int64]
 
 VALIDATES_BELOW = 2**64 // 20
-"""Without validation files, documents whose 64-bit hash is below this bound, 5 % of all, are for validation."""
+"""Without validation files, documents whose 64-bit hash is below this bound, about 5 % of all, are for validation."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,20 +30,24 @@ class Documents:
         validation: validation documents.
         read: number of documents read, including empty ones.
         empty: number of documents without content; the streams omit them, except those of token files.
+        held_out: how validation documents were chosen: by a hash, by their files, or as the tail of the tokens.
     """
 
     train: Stream
     validation: Stream
     read: int
     empty: int
+    held_out: Literal["hash", "files", "tail"] = "hash"
 
 
 def read_documents(data: DataSection, tokenizer: Tokenizer) -> Documents:
     """Read and tokenise all documents of a config and split them into training and validation.
 
-    Text is stored as tokens of 2 or 4 bytes; token files are memory maps and stay on disk. `data.validation_files` validate;
-    without them the hash of its content assigns each document to a split, 5 % of them to validation, so equal documents are
-    never in both, and a document's split does not depend on the others. The embedded corpus is split by path.
+    Text is stored as tokens of 2 or 4 bytes; token files are memory maps and stay on disk. `data.validation_files` are the
+    validation split. Without them a hash of its content assigns each document to a split, about 5 % of them to validation, so
+    equal documents are in the same split and a document's split does not depend on other documents. If that leaves a split
+    empty, as it does for a single file, the last 5 % of the tokens are for validation. The embedded corpus is split by a hash
+    of each file's path.
 
     Raises:
         GramianError: one line that names the file, or the field that leaves a split empty.
@@ -58,17 +63,22 @@ def read_documents(data: DataSection, tokenizer: Tokenizer) -> Documents:
                 f"data.validation_files: vocabulary {validation.vocabulary}, end {validation.end}; "
                 f"expected {train.vocabulary} and {train.end} as in data.files"
             )
-        return Documents(train, validation, read + more_read, empty + more_empty)
+        return Documents(train, validation, read + more_read, empty + more_empty, held_out="files")
     if data.source == "tokens":
         stream, read, empty = _read(data, data.files, "data.files", tokenizer)
         validates = stream.document_hashes() < np.uint64(VALIDATES_BELOW)
-        _refuse_empty(int((~validates).sum()), int(validates.sum()))
+        if validates.all() or not validates.any():
+            return _hold_out_tail(stream, read, empty, data.length)
         return Documents(stream.select(~validates), stream.select(validates), read, empty)
     splits = (_TokenBuffer(tokenizer), _TokenBuffer(tokenizer))
     for content in _contents(data, find_files(data.files, data.source)):
         splits[content_hash(content) < VALIDATES_BELOW].add(content)
-    _refuse_empty(splits[0].documents, splits[1].documents)
-    return _documents(*splits)
+    if min(buffer.documents for buffer in splits):
+        return _documents(*splits)
+    whole, empty = max(splits, key=lambda buffer: buffer.documents), splits[0].empty + splits[1].empty
+    if not whole.documents:
+        raise GramianError(f"data.files: all {empty} documents are empty; expected text")
+    return _hold_out_tail(whole.stream(), whole.documents + empty, empty, data.length)
 
 
 def read_stream(data: DataSection, files: Sequence[str], tokenizer: Tokenizer, field: str = "data.files") -> Stream:
@@ -110,7 +120,11 @@ def _embedded(data: DataSection, tokenizer: Tokenizer) -> Documents:
 
 
 def _token_stream(files: Sequence[File], name: str, tokenizer: Tokenizer) -> tuple[Stream, int, int]:
-    """Open token files; returns (stream, documents, empty ones). Vocabulary and end id: the sidecar's or the tokenizer's."""
+    """Open token files; returns their token stream, the number of documents, and the number of empty documents.
+
+    Vocabulary and end id of a file are its sidecar's, or the tokenizer's if it has none. Raises a GramianError if the files
+    differ in them, or differ from the tokenizer although the config names one (`name`: `data.tokenizer`).
+    """
     arrays: list[Ids] = []
     edges: list[Int64s] = [np.zeros(1, dtype=np.int64)]
     kinds: dict[tuple[int, int], Path] = {}
@@ -140,7 +154,10 @@ def _token_stream(files: Sequence[File], name: str, tokenizer: Tokenizer) -> tup
 
 
 def _stops(ids: Ids, vocabulary: int, end: int, path: Path) -> Int64s:
-    """Position after the last token of each document of a token file, int64 [documents]; the last document may lack `end`."""
+    """Position after the last token of each document of a token file, int64 [documents]; the last document may lack `end`.
+
+    Raises a GramianError if a token id is not in 0 … vocabulary - 1.
+    """
     stops: list[Int64s] = []
     for begin in range(0, len(ids), CHUNK):
         part = ids[begin : begin + CHUNK]
@@ -163,17 +180,18 @@ def _refuse_common(data: DataSection) -> None:
             raise GramianError(f"data.validation_files: {file.path} is in data.files too; expected different files")
 
 
-def _refuse_empty(train: int, validation: int) -> None:
-    if not validation:
+def _hold_out_tail(stream: Stream, read: int, empty: int, length: int) -> Documents:
+    """Split a stream of so few documents that their hashes leave a split empty: its last 5 % are for validation.
+
+    These are at least the tokens of one window of `length`. Raises a GramianError if fewer are left for training.
+    """
+    tail = max(-(-len(stream) // 20), length + 1)
+    if len(stream) - tail <= length:
         raise GramianError(
-            f"data.validation_files: none of {train} documents validates by its hash; expected validation files, "
-            "or more documents"
+            f"data.files: {len(stream):,} tokens; expected at least {2 * (length + 1):,}, a window of data.length {length:,} "
+            "for training and one for validation, or a smaller data.length"
         )
-    if not train:
-        raise GramianError(
-            f"data.files: all of {validation} documents validate by their hashes; expected validation files, "
-            "or more documents"
-        )
+    return Documents(*stream.split(len(stream) - tail), read, empty, held_out="tail")
 
 
 class _TokenBuffer:

@@ -1,7 +1,7 @@
 """The embedded corpus: the source of the running interpreter's standard library, as bytes.
 
-Every Python installation contains this text, so the demo and the tests need no download. A stable hash of its relative path
-selects a file, and decides whether it validates.
+Every Python installation contains this text, so the demo and the tests need no download. Stable hashes of a file's relative
+path determine whether it is used within the size limit, and whether it is for training or validation.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ def load_corpus(limit_bytes: int = 8_000_000, root: Path | None = None) -> Corpu
 
     Args:
         limit_bytes: upper bound on the bytes read; files are added in the order of their hash until the next one exceeds it.
-        root: folder of `*.py` files; default: the standard library of the running interpreter.
+        root: folder of `*.py` files; None: the standard library of the running interpreter.
 
     Example:
         >>> "textwrap.py" in load_corpus(limit_bytes=20_000_000).train

@@ -24,4 +24,5 @@ def cut_windows(documents: Documents, data: DataSection) -> tuple[Windows, Windo
         Windows(stream, data.length, pack=data.pack, isolate=data.isolate, stride=stride)
         for stream, stride in ((documents.train, data.stride), (documents.validation, 0))
     )
+    validation.held_out = documents.held_out
     return training, validation

@@ -22,7 +22,8 @@ class DataSection:
     files: tuple[str, ...] = ()
     """Training files, or folders of them, of the kind that `source` names."""
     validation_files: tuple[str, ...] = ()
-    """Validation files, or folders of them; none: 5 % of the documents validate, selected by the hash of their content."""
+    """Validation files, or folders of them; none: about 5 % of the documents, selected by a hash of their content;
+    the last 5 % of the tokens if there are too few documents for that."""
     field: str = "text"
     """Key of a JSONL object that holds the document's text."""
     tokenizer: str = "auto"
@@ -36,7 +37,7 @@ class DataSection:
     pack: bool = True
     """Concatenate documents before cutting windows; false: a window contains tokens of one document and padding."""
     isolate: bool = False
-    """Hide the packed documents of a window from each other in attention and state (GPT and Goose only)."""
+    """Hide the packed documents of a window from each other in attention and recurrent state (models GPT and Goose only)."""
     batch: Count = 16
     """Windows per optimizer step, over all processes."""
     micro_batch: Natural = 0

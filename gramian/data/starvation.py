@@ -14,7 +14,7 @@ class StarvationMeter:
     """Measures the time that training waits for its next batch, and recommends the data option to change.
 
     Args:
-        window: number of recent intervals that the advice is based on.
+        window: number of recent intervals (times between calls of `share`) that the advice is based on.
         cores: CPU cores for this process; None: its affinity, divided by the number of processes that torchrun started.
 
     Example:
@@ -41,9 +41,9 @@ class StarvationMeter:
             self.seconds += time.perf_counter() - began
 
     def share(self, step_seconds: float) -> float:
-        """Close an interval of `step_seconds`, one or more steps, and return the fraction of it that was waited, 0 … 1.
+        """End an interval of one or more steps that took `step_seconds`; returns the fraction spent waiting, 0 … 1.
 
-        The first interval, in which workers start, does not count for advice.
+        The first interval, in which workers start, is ignored by `advice`.
         """
         waited, self.seconds = self.seconds, 0.0
         if self._started:
@@ -52,10 +52,11 @@ class StarvationMeter:
         return min(1.0, waited / step_seconds) if step_seconds > 0 else 0.0
 
     def advice(self, workers: int, prefetch: int) -> str | None:
-        """Return one line that names the option to change if more than 5 % of the recent time was waited, else None.
+        """Return one line that names the option to change, given the options in use (`workers`, `prefetch`).
 
-        Without workers, some are recommended. Waits in less than half of the intervals: batches come fast enough on average, so
-        a longer queue bridges the gaps. Waits in most: more workers, unless every core has one; then reading is too slow.
+        None if at most 5 % of the recent time was spent waiting, or if fewer than 5 intervals were measured. Without workers,
+        the line recommends some. If less than half of the intervals waited, batches come fast enough on average, and a longer
+        queue (`prefetch`) is recommended; otherwise more workers or, if every core has one, faster reading.
         """
         total = sum(seconds for _, seconds in self._intervals)
         share = sum(waited for waited, _ in self._intervals) / total if total > 0 else 0.0

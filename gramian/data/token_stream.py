@@ -1,5 +1,6 @@
 """Concatenated documents as one flat sequence of tokens, without copying the arrays and files that contain them."""
 
+import copy
 import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -56,7 +57,7 @@ class Stream:
         return len(self.edges) - 1
 
     def read(self, begin: int, stop: int) -> Int64s:
-        """Return the stream's tokens `begin` … `stop - 1` as int64; O(stop - begin + log runs), runs of adjacent documents."""
+        """Return the stream's tokens `begin` … `stop - 1` as int64; costs O(stop - begin + log(number of runs))."""
         tokens: Int64s = np.empty(stop - begin, dtype=np.int64)
         run = int(np.searchsorted(self._starts, begin, side="right")) - 1
         at = begin
@@ -88,6 +89,13 @@ class Stream:
         part._array_of = self._array_of[run[first]]
         part._begins = self._begins[run[first]] + begins[first] - self._starts[run[first]]
         return part
+
+    def split(self, at: int) -> tuple["Stream", "Stream"]:
+        """Return two streams: the first `at` tokens, and the others. A document across the cut is one document in each."""
+        whole = copy.copy(self)
+        whole.edges = np.union1d(self.edges, [at])
+        before = whole.edges[:-1] < at
+        return whole.select(before), whole.select(~before)
 
     def document_hashes(self) -> npt.NDArray[np.uint64]:
         """64-bit hash of each document's tokens without the end id, uint64 [documents]; reads the stream once."""

@@ -90,6 +90,10 @@ class HuggingFaceTokenizer:
     A document that spells a special token, such as "<|endoftext|>", is encoded as that spelling: text cannot end a document.
     `encode` creates a Python list of one document's ids; a document of gigabytes is better pre-tokenised.
 
+    Raises:
+        GramianError: if `folder` has no readable tokenizer with a vocabulary and an end-of-text token, or transformers is not
+            installed.
+
     Example:
         >>> HuggingFaceTokenizer("models/gpt2").encode("hello")
     """
@@ -138,11 +142,17 @@ class HuggingFaceTokenizer:
         return str(self._tokenizer.decode(without_end, clean_up_tokenization_spaces=False))
 
 
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Files of a folder that determine the ids of its tokenizer, sorted."""
+    return sorted(
+        path for path in folder.iterdir() if path.is_file() and (path.name in _FILES or path.suffix in _SUFFIXES)
+    )
+
+
 def _digest_of(folder: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and (path.name in _FILES or path.suffix in _SUFFIXES):
-            content = path.read_bytes()
-            digest.update(f"{path.name}\0{len(content)}\0".encode())
-            digest.update(content)
+    for path in tokenizer_files(folder):
+        content = path.read_bytes()
+        digest.update(f"{path.name}\0{len(content)}\0".encode())
+        digest.update(content)
     return digest.hexdigest()

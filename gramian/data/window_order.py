@@ -1,4 +1,4 @@
-"""The order of the windows: one keyed permutation per epoch, so that a batch is a pure function of seed and position."""
+"""The order of the windows: one keyed permutation per epoch, so that a batch is a pure function of seed and batch index."""
 
 import hashlib
 import math
@@ -12,18 +12,19 @@ Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
 
 ROUNDS = 12
-"""Rounds of the Feistel network that permutes the windows; with fewer, the order of a handful is visibly not random."""
+"""Rounds of the Feistel network that permutes the windows; with fewer, the order of a few windows is visibly not random."""
 
 
 class Permutation:
     """A permutation of 0 … size - 1, selected by a key; any part of it is computed without the rest.
 
-    A Feistel network on pairs (l, r), l < a, r < b, where a · b is `size` or little more: in turn
+    A Feistel network on pairs (l, r) with l < a and r < b, where a · b is `size` or little more. The rounds alternate
 
-        l ← l + F(r) mod a,    r ← r + F(l) mod b
+        l ← l + F(r) mod a    and    r ← r + F(l) mod b
 
-    with F a keyed 64-bit mix. Each line is invertible, so the network permutes 0 … a · b - 1. Results of `size` or more go
-    through the network again until they are smaller (cycle walking), which permutes 0 … size - 1. O(n) for n indices.
+    where F is a keyed 64-bit mix. Each round is invertible, so the network permutes 0 … a · b - 1. Results of `size` or more
+    pass through the network again until they are smaller (cycle walking), which permutes 0 … size - 1. O(n) for n indices.
+    Raises a GramianError if `size` is not in 1 … 2^62 - 1.
 
     Example:
         >>> sorted(Permutation(5, b"key")(np.arange(5)).tolist())
@@ -59,7 +60,7 @@ class Permutation:
 
 
 def windows_at(position: int, size: int, batch: int, seed: int) -> Int64s:
-    """Indices of the windows of the batch at a data position, int64 [batch]; `size` is the number of windows.
+    """Indices of the windows of the batch with index `position` in the run, int64 [batch]; `size` is the number of windows.
 
     An endless sequence contains all windows once per epoch, in the permutation with the key (seed, epoch); the batch at
     position p is its elements p · batch … p · batch + batch - 1. A batch may begin in one epoch and end in a later one.

@@ -27,20 +27,24 @@ NOT_COUNTED = -100
 class Windows(Dataset[dict[str, Tensor]]):
     """Windows of `length` predicted tokens; no token is predicted twice, unless `stride` asks for it.
 
-    Packed, window i reads tokens iT … iT + T - 1 of the stream and predicts iT + 1 … iT + T, across document borders. Not
-    packed, each document is cut separately. The last window is padded with input `end` and target -100. With a stride S, window
-    i begins at token iS instead.
+    With `pack`, window i reads tokens iT … iT + T - 1 of the stream and predicts iT + 1 … iT + T, across document borders; with
+    a `stride` it begins at token i · stride instead. Without `pack`, each document is cut separately. The last window of the
+    stream, or of each document, is padded with input `end` and target -100.
 
-    Isolated, an item also has "documents": the index of each input's document in the window, from 0, padding being one more;
-    the target of a document's last input, which belongs to the next document, is -100. Windows without a counted target are
-    omitted.
+    With `isolate`, an item also has "documents": the index of each input's document, counted from 0 in the window; padding has
+    the index after the last document. The target of a document's last input belongs to the next document and is therefore
+    -100. Windows in which every target is -100 are omitted.
 
     Args:
         stream: the documents.
         length: number of predicted tokens T of a window.
         pack: concatenate documents before cutting.
         isolate: hide packed documents from each other.
-        stride: tokens between the starts of consecutive windows, at most `length`; 0: `length`.
+        stride: tokens between the starts of consecutive windows, at most `length`; 0: `length`. Another stride than 0 needs
+            `pack` without `isolate`.
+
+    Raises:
+        GramianError: if the options contradict each other, or no window results.
 
     Example:
         >>> windows = Windows(stream, length=128)
@@ -57,6 +61,8 @@ class Windows(Dataset[dict[str, Tensor]]):
             raise GramianError("data.isolate: expected data.pack = true")
         if not 0 <= stride <= length or (stride and (isolate or not pack)):
             raise GramianError(f"data.stride: expected at most {length}, packed and not isolated, got {stride}")
+        self.held_out = "hash"
+        """How these windows were held out, if they are for validation: "hash", "files" or "tail" (see `Documents`)."""
         self.stream = stream
         self.length = length
         self.pack = pack

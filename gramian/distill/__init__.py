@@ -1,4 +1,4 @@
-"""Distillation: a teacher's signal, live or from a cache, and the loss with which a student learns from it."""
+"""Distillation: a teacher's signal (hidden states, largest logits or samples), live or from a cache, and a student's loss."""
 
 from gramian.distill.loss.fused_loss import distill_loss
 from gramian.distill.loss.head import Head

@@ -27,7 +27,11 @@ REPORTED_SUMS = ("nats", *SUMS, "feature_loss")
 
 
 class DistillObjective(nn.Module):
-    """A student with its distillation loss: kd_weight · T² · D(teacher, student) + ce_weight · CE, plus a loss on features."""
+    """A student with its distillation loss: kd_weight · T² · D(teacher, student) + ce_weight · CE, plus a loss on features.
+
+    T is the temperature, D the divergence of the two distributions, CE the cross entropy with the targets; features are the
+    residual streams of some layers.
+    """
 
     def __init__(self, model: nn.Module, objective: RowObjective, features: FeatureLoss | None = None) -> None:
         """Wrap a student, and test that its logits are those of its linear head with a known scale and soft cap.
@@ -35,7 +39,7 @@ class DistillObjective(nn.Module):
         Args:
             model: the student: GPT, Goose or a Hugging Face causal language model, on its device.
             objective: weights and direction of the loss.
-            features: loss on layers of the residual stream, whose projectors are trained too; None: without.
+            features: loss on the residual stream of some layers, with projectors that are trained too; None: no such loss.
 
         Raises:
             GramianError: if the student's logits are not those of a linear head.
@@ -62,15 +66,16 @@ class DistillObjective(nn.Module):
             tokens_BT: token ids.
             targets_BT: the token that follows each one, or −100 where there is no loss.
             coefficient: factor of one token's loss in the first result, above 0.
-            documents_BT: document of each token, for models that keep documents apart.
+            documents_BT: document of each token, for models that keep documents apart; None: one document per window.
             signal: the teacher's signal; None: the loss is the cross entropy alone, as for evaluation.
             temperature: T of the divergence.
             feature_weight: factor of the loss on features; 0: it is not computed.
-            compare: return the CKA with the teacher's final hidden states in place of a loss.
+            compare: return the CKA with the teacher's final hidden states (a `DenseSignal`) in place of a loss.
 
         Returns:
-            The loss; and [len(REPORTED_SUMS)] float64 without a graph, or without a signal only Σ −log p(target). With
-            `compare`, both results are the debiased CKA of the student's final hidden states with the teacher's.
+            The loss, and the sums named by REPORTED_SUMS, float64 and without a graph. Without a signal the second result is
+            Σ −log p(target) alone. With `compare`, both results are the debiased CKA of the student's final hidden states with
+            the teacher's.
         """
         # Also while the weight is 0: a compiled forward does not see hooks that are added later.
         layers = () if self.features is None else self.features.student_layers

@@ -1,4 +1,4 @@
-"""Switch the loss on features on at a given step, and off for good if the validation loss rises."""
+"""Switch the loss on features (residual streams of some layers) on at a step, and off for good if the validation loss rises."""
 
 import math
 from collections.abc import Mapping
@@ -8,9 +8,9 @@ from typing import Any
 class FeatureSwitch:
     """The weight of the loss on features: 0 before `begin`, then `weight`, then 0 again if validation gets worse.
 
-    The baseline is the last validation loss before `begin`, or the first one after it. If a later loss is more than
-    log(1 + tolerance) nats above it (the perplexity rises by more than the tolerance), the weight is 0 from then on. Steps that
-    are repeated after a rollback have the weight that they had.
+    The baseline is the last validation loss up to step `begin`, or the first one after it if there is none. If a later loss is
+    more than log(1 + tolerance) nats above it (the perplexity rises by more than the tolerance), the weight is 0 from then on.
+    Steps that are repeated after a rollback have the same weight as before.
     """
 
     def __init__(self, weight: float, begin: int, tolerance: float) -> None:
@@ -27,7 +27,7 @@ class FeatureSwitch:
         return self.full if step >= self.begin and not killed else 0.0
 
     def validated(self, done: int, loss: float) -> str | None:
-        """Record the validation loss (nats per token) after `done` steps; returns a message if it switches features off."""
+        """Record the validation loss after `done` steps; returns a message if it rose so far that the loss on features ends."""
         if self.killed_at is not None or not self.full:
             return None
         if done <= self.begin or not self._measures:

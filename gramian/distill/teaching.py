@@ -1,4 +1,4 @@
-"""What distillation adds to a training step: the teacher's signal, a temperature, the weight of features, and their metrics."""
+"""What distillation adds to a training step: the teacher's signal, a temperature, a weight of the feature loss, and metrics."""
 
 import math
 from collections.abc import Mapping
@@ -21,13 +21,13 @@ EXTRA_FIELDS = (*REPORTED_SUMS[1:], *Temperature.FIELDS)
 
 
 class Teaching:
-    """A teacher with the state of distillation from step to step: temperature, feature weight, reported events.
+    """A teacher with the state of distillation from step to step: temperature, feature weight, and which events are logged.
 
     Args:
         source: live teacher or cache that returns the signal of a micro-batch.
         temperature: T of each step.
         switch: weight of the loss on features at each step.
-        world: the process grid of the run.
+        grid: the process grid of the run.
         correlation: an evaluation logs an event if Pearson's r between the targets' log-probabilities under student and teacher
             is below this.
     """
@@ -37,11 +37,11 @@ class Teaching:
         source: LiveTeacher | Cache,
         temperature: Temperature,
         switch: FeatureSwitch,
-        world: ProcessGrid,
+        grid: ProcessGrid,
         *,
         correlation: float = 0.9,
     ) -> None:
-        self.source, self.temperature, self.switch, self.world = source, temperature, switch, world
+        self.source, self.temperature, self.switch, self.grid = source, temperature, switch, grid
         self._least_correlation = correlation
         self._correlation: float | None = None
         self._far = self._stuck = False
@@ -64,18 +64,18 @@ class Teaching:
     def finish(self, scale: float, stepped: bool = True) -> Tensor:
         """Update T after the backward passes of a step; returns the values of `Temperature.FIELDS` for the T of that step.
 
-        `scale` is the factor on the loss besides the number of processes. With `stepped` false (the loss scaler skipped the
-        step) T stays.
+        The loss of each process was multiplied by `scale` times the number of processes, which dL/dT is divided by. With
+        `stepped` false (the loss scaler skipped the step) T stays.
         """
         values = self.temperature.values(self._step)
         gradient = self.temperature.gradient()
         if gradient is not None:
-            gradient = self.world.sum_(gradient.to(torch.float64)) / (scale * self.world.size)
+            gradient = self.grid.sum_(gradient.to(torch.float64)) / (scale * self.grid.size)
         self.temperature.finish(self._step, gradient if stepped else None)
         return values
 
     def observe_step(self, extra: Mapping[str, float]) -> list[dict[str, Any]]:
-        """Record the correlation and the temperature that a finished step reports; returns the events to log."""
+        """Record the correlation and temperature of a finished step from its `EXTRA_FIELDS`; returns the events to log."""
         self._correlation = step_metrics(extra, 1)["correlation"]
         before, self._stuck = self._stuck, extra["temperature_stuck"] >= STUCK_STEPS
         if before or not self._stuck:  # a step that the scaler skips is reported twice
@@ -134,7 +134,8 @@ class Teaching:
     def load_state_dict(self, state: Mapping[str, Any], validated: int | None = None) -> None:
         """Restore the state that `state_dict` returned.
 
-        For a rollback, `validated` is the number of steps up to which validations are not repeated, so their effect stays.
+        For a rollback, `validated` is the number of steps up to which validations are not repeated: the feature switch then
+        keeps their effect instead of the state's. None: restore everything.
         """
         self.temperature.load_state_dict(state["temperature"])
         self._correlation = state["correlation"]
@@ -150,7 +151,7 @@ class Teaching:
 
 
 def step_metrics(extra: Mapping[str, float], tokens: int) -> dict[str, float | None]:
-    """Metrics of a step from its `EXTRA_FIELDS`; None for those that this kind of teacher does not have, or without tokens."""
+    """Metrics of a step of `tokens` targets from its `EXTRA_FIELDS`; None for a metric that is not finite or not available."""
     sums = torch.tensor([extra[name] for name in REPORTED_SUMS[1:-1]], dtype=torch.float64)
     metrics = {name: float(value) for name, value in metrics_of(sums).items()}
     metrics["feature_loss"] = extra["feature_loss"] / max(1, tokens)

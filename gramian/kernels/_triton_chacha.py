@@ -1,7 +1,7 @@
-"""The Triton kernels of chacha.py: each lane makes one ChaCha20 block of 16 words, and Box–Muller makes normals of its 8 pairs.
+"""The Triton kernels of chacha.py: each lane computes a ChaCha20 block of 16 uint32 words, and 16 normals by Box–Muller.
 
-Importing this file imports triton. The launchers take tensors on any device that Triton runs on, the CPU under its
-interpreter included.
+Importing this file imports triton. `write_words` and `add_normals` accept tensors on any device that Triton runs on, including
+the CPU with Triton's interpreter.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -26,7 +26,7 @@ _TAIL_NONCE = tl.constexpr(-(2**31))
 
 @triton.jit
 def _add(x, y):
-    """x + y modulo 2³² of unsigned 32-bit words; the sum may wrap, also where Triton checks for overflow."""
+    """x + y modulo 2³² of uint32 words; overflow is intended, so Triton's check for it is off."""
     return tl.add(x, y, sanitize_overflow=False)
 
 
@@ -51,13 +51,13 @@ def _quarter(a, b, c, d):
 
 @triton.jit
 def _lanes(word, counter_B):
-    """A signed 32-bit scalar as uint32 with the same bits, repeated in every lane of `counter_B`."""
+    """A signed 32-bit scalar as a uint32 tensor with the same bits and the shape of `counter_B`."""
     return tl.zeros_like(counter_B) | word.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _block(counter_B, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2):
-    """The 16 words, each uint32 [B], of the ChaCha20 blocks with counters `counter_B`, key k0 … k7 and nonce n0 … n2."""
+    """The 16 output words, each uint32 [B], of B ChaCha20 blocks: block counters `counter_B`, key k0 … k7, nonce n0 … n2."""
     s0 = tl.full(counter_B.shape, 0x61707865, tl.uint32)
     s1 = tl.full(counter_B.shape, 0x3320646E, tl.uint32)
     s2 = tl.full(counter_B.shape, 0x79622D32, tl.uint32)
@@ -85,7 +85,7 @@ def _block(counter_B, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2):
 
 @triton.jit
 def _stack(a, b, c, d, e, f, g, h):
-    """Eight tensors [B] side by side, [B, 8]; tl.join puts its two arguments on even and odd places."""
+    """Eight tensors [B] stacked as the columns of [B, 8]; tl.join interleaves its two arguments."""
     even = tl.join(tl.join(a, e), tl.join(c, g))
     odd = tl.join(tl.join(b, f), tl.join(d, h))
     return tl.reshape(tl.join(even, odd), [a.shape[0], 8])
@@ -93,7 +93,7 @@ def _stack(a, b, c, d, e, f, g, h):
 
 @triton.jit
 def _pairs(first_block, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2, BLOCK: tl.constexpr):
-    """First words and second words of the word pairs of this program's ChaCha20 blocks, two tensors [BLOCK, 8]."""
+    """The words of this program's ChaCha20 blocks as 8 pairs per block: first words and second words, each [BLOCK, 8]."""
     lane_B = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.uint32)
     counter_B = _add(lane_B, first_block.to(tl.uint32, bitcast=True))
     x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15 = _block(
@@ -104,14 +104,17 @@ def _pairs(first_block, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2, BLOCK: tl.co
 
 @triton.jit
 def _places(skip, BLOCK: tl.constexpr):
-    """Index in the output tensor of each of this program's words, [BLOCK, 16]; negative for the `skip` words before it."""
+    """Index in the output of each of this program's words, [BLOCK, 16]; negative for the first `skip` words, not requested."""
     lane_B = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return lane_B[:, None] * 16 + tl.arange(0, 16)[None, :] - skip
 
 
 @triton.jit
 def _radius(high, low):
-    """√(-2 ln u), u the uniform number of the words `high` and (in the tail) `low`, to a few float32 ulps for all u."""
+    """Box–Muller radius √(-2 ln u), accurate to a few float32 ulps for all u.
+
+    u is the uniform number in (0, 1) of the 32-bit word `high`; if that is below `TAIL_WORDS`, `low` gives 32 further bits.
+    """
     u = (high.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # (w + ½) / 2³²
     below = (low.to(tl.float32) + 0.5) * 5.421010862427522e-20  # (v + ½) / 2⁶⁴
     u = tl.where(high < _TAIL, high.to(tl.float32) * 2.3283064365386963e-10 + below, u)
@@ -156,20 +159,26 @@ def _add_normals_kernel(
 
 
 def write_words(out: Tensor, key: Sequence[int], nonce: Sequence[int], start: int) -> None:
-    """Fill a contiguous int32 tensor with ChaCha20 words from place `start` on; key is 8 and nonce 3 signed 32-bit words."""
+    """Fill a contiguous int32 tensor with words of the ChaCha20 key stream, from word number `start` on.
+
+    `key` and `nonce` are 8 and 3 signed 32-bit integers.
+    """
     _launch(_words_kernel, (out,), out.numel(), key, nonce, start, {}, out.device)
 
 
 def add_normals(
     tensor: Tensor, std: Tensor, key: Sequence[int], nonce: Sequence[int], start: int, factor: float = 1.0
 ) -> None:
-    """tensor = (tensor + std · normals) · factor in place; `std` is 0-dim on its device, key and nonce are signed words."""
+    """tensor = (tensor + std · normals) · factor in place, with the normals from number `start` on of (key, nonce).
+
+    `std` is a 0-dim tensor on the same device; `key` and `nonce` are 8 and 3 signed 32-bit integers.
+    """
     wide = {"WIDE": tensor.dtype == torch.float64}
     _launch(_add_normals_kernel, (tensor, std, float(factor)), tensor.numel(), key, nonce, start, wide, tensor.device)
 
 
 def _launch(kernel, tensors, count, key, nonce, start, meta, device):
-    """Run a kernel over the ChaCha20 blocks that contain the words [start, start + count)."""
+    """Run a kernel over the ChaCha20 blocks that contain the words [start, start + count) of the key stream."""
     first, skip = start // 16, start % 16
     blocks = -(-(skip + count) // 16)
     first -= (first >= 2**31) * 2**32

@@ -1,4 +1,4 @@
-"""The Triton kernel of checksums.py: partial checksums of tensors. Importing this imports triton."""
+"""The Triton kernel of checksums.py: the checksum of one chunk of a tensor. Importing this imports triton."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -10,9 +10,11 @@ def checksums(
     partials, pointers, sizes, owners, chunks, multipliers, RADIX,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Σ w R^(ROWS - 1 - row) v(column) over the 32-bit words w of a tensor's chunk; R = RADIX and v are odd multipliers.
+    """One chunk of one tensor: Σ w R^(ROWS - 1 - row) v(column) over its 32-bit words w, R = RADIX and v odd multipliers.
 
-    -0.0 is read as 0.0. Of float64 the second word has the sign, and -x for x below 2⁻¹⁰⁴² is read as x.
+    Program p reads chunk chunks[p] of tensor number owners[p], whose address is pointers[…] and whose number of words is
+    sizes[…], and writes partials[p]. WIDTH: bytes per element. -0.0 is read as 0.0; of a float64 only the word with the sign is
+    compared with that of -0.0, so that -x is read as x for x below 2⁻¹⁰⁴².
     """
     program = tl.program_id(0)
     owner = tl.load(owners + program)

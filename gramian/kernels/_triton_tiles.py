@@ -1,4 +1,4 @@
-"""Triton functions that load tiles and order them, for the matrix kernels. Importing this file imports triton."""
+"""Triton functions for the matrix kernels: load a tile, and order tiles for reuse of reads. Importing this imports triton."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -10,7 +10,10 @@ def load_tile(
     x, sample, token, column, stride_b, stride_t, stride_n, tokens, width,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
-    """Load the block [TOKENS, COLUMNS] of one sample of a [B, T, N] tensor from (token, column) on; zero beyond its edges."""
+    """Load the tile [TOKENS, COLUMNS] that begins at (token, column) of one sample of a tensor [B, T, N]; zero beyond edges.
+
+    DESCRIPTOR: x is a TMA descriptor, else a pointer with the strides `stride_b`, `stride_t`, `stride_n`.
+    """
     if DESCRIPTOR:
         tile = x.load([sample, token, column]).reshape(TOKENS, COLUMNS)
     else:
@@ -24,7 +27,7 @@ def load_tile(
 
 @triton.jit
 def grouped(index, row_tiles, column_tiles, GROUP: tl.constexpr):
-    """(row, column) of tile number `index` of a grid that is walked in bands of GROUP rows, so that neighbours share reads."""
+    """(row, column) of tile number `index`, counted in bands of GROUP tile rows, so that consecutive programs share reads."""
     per_band = GROUP * column_tiles
     first = (index // per_band) * GROUP
     height = tl.minimum(row_tiles - first, GROUP)

@@ -1,17 +1,18 @@
-"""ChaCha20's key stream, and normal numbers made of it, at any place of the stream and on any device.
+"""ChaCha20's key stream as 32-bit words, and normal numbers computed from it, from any position and on any device.
 
-A word belongs to (key, nonce, place), so any split of a tensor draws what the whole tensor draws. The cipher is RFC 8439's:
-a 32-bit block counter and a 96-bit nonce, hence 2³² blocks of 16 words per nonce. On the CPU the words come from the
-`cryptography` package, and from numpy where that is not installed; on CUDA from a Triton kernel; all three are the same
-words. The normals of CPU and CUDA differ by rounding: in float64 on the CPU, in float32 on CUDA.
+A word (uint32) is a function of (key, nonce, position), so parts of a tensor draw what the whole tensor draws. The cipher is
+that of RFC 8439: a 32-bit block counter and a 96-bit nonce, hence 2³² blocks of 16 words per nonce. On the CPU the words come
+from the `cryptography` package, or from numpy if that is not installed; on CUDA from a Triton kernel. All three give the same
+words. The normals of CPU and CUDA differ by rounding: they are computed in float64 on the CPU, in float32 on CUDA.
 
-A normal number takes one word on average: two words make a pair, and only a radius in the tail takes a second word, from
-the stream of another nonce. Three or four words for each pair would give every radius 64 bits, and cost 1.6 or 2 times the
-cipher for digits that float32 cannot hold: outside the tail 32 bits resolve the radius to 3.3e-6, 7 units in the last place
-of a float32 at 4.7, and to less than one below 4.
+A normal number uses one word on average: Box–Muller makes two normals of two words, one for the radius and one for the angle.
+Only a radius in the tail uses a second word, from the key stream of another nonce. Three or four words for each pair would give
+every radius 64 bits, at 1.6 or 2 times the cost, for digits that float32 cannot represent: outside the tail 32 bits resolve the
+radius to 3.3e-6, 7 units in the last place of a float32 at 4.7, and to less than one unit below 4.
 
-Arguments everywhere: a key of 32 bytes; a nonce below 2⁹⁶ (of normals below 2⁹⁵), little-endian in the cipher's state; the
-place `start` of the first word or number, which need not begin a block, with start + count ≤ 2³⁶.
+Arguments of all functions: a key of 32 bytes; a nonce below 2⁹⁶ (for normals below 2⁹⁵), little-endian in the cipher's state;
+the position `start` of the first word or number, which need not begin a block, with start + count ≤ 2³⁶. Other values raise
+GramianError.
 """
 
 import math
@@ -31,13 +32,14 @@ WORDS_PER_NONCE = 2**36
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _CHUNK = 2**20
-"""Elements that the CPU makes at a time, a multiple of 16: keeps temporaries near 30 MB, and is long enough for threads."""
+"""Words or normals that the CPU computes at a time, a multiple of 16: temporaries near 30 MB, enough work for threads."""
 
 
 def words(key: bytes, nonce: int, start: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """Words [start, start + count) of the ChaCha20 key stream of (key, nonce), uint32 [count], made on the device.
+    """Words [start, start + count) of the ChaCha20 key stream of (key, nonce), uint32 [count], computed on `device`.
 
-    Cost: 60 integer operations per word; on the CPU some 5 ns a word with `cryptography`.
+    Cost: 60 integer operations per word; on the CPU some 5 ns a word with `cryptography`. Raises GramianError for arguments
+    outside the module's limits, and on CUDA without triton.
     """
     _check(key, nonce, start, count)
     device = torch.device(device)
@@ -50,14 +52,15 @@ def words(key: bytes, nonce: int, start: int, count: int, device: torch.device |
 
 
 def normals(key: bytes, nonce: int, start: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """Standard normals [start, start + count) of the key stream of (key, nonce), float32 [count], by Box–Muller on the device.
+    """Standard normals number start … start + count − 1 of (key, nonce), float32 [count], by Box–Muller on `device`.
 
-    Words w₀, w₁ at the even place 2k and at 2k+1 give elements 2k and 2k+1:
+    The words w₀ and w₁ at positions 2k and 2k+1 of the key stream give the normals number 2k and 2k+1:
 
         u = (w₀ + ½) / 2³²,  and where w₀ < 2¹⁶  u = (2³² w₀ + v₀ + ½) / 2⁶⁴
         r = √(-2 ln u),  r cos(2π w₁ / 2³²),  r sin(2π w₁ / 2³²)
 
-    with v₀ the word at 2k of the nonce + 2⁹⁵; so |x| ≤ √(130 ln 2) ≈ 9.49. Cost on the CPU: some 15 ns an element on one core.
+    with v₀ the word at position 2k of the key stream of nonce + 2⁹⁵; so |x| ≤ √(130 ln 2) ≈ 9.49. Cost on the CPU: some 15 ns
+    an element on one core. Raises GramianError as `words` does.
     """
     _check(key, nonce, start, count, TAIL_NONCE)
     device = torch.device(device)
@@ -74,11 +77,24 @@ def normals(key: bytes, nonce: int, start: int, count: int, device: torch.device
 def add_normals_(
     tensor: Tensor, key: bytes, nonce: int, start: int, std: float | Tensor, factor: float = 1.0
 ) -> Tensor:
-    """tensor = (tensor + std · normals[start, start + numel)) · factor, in place, its first element at place `start`.
+    """tensor = (tensor + std · normals) · factor, in place, with the normals number start … start + numel − 1 of (key, nonce).
 
-    The sum is made in float32 (float64 on the CPU and for a float64 tensor) and rounded to the tensor's dtype once. On
-    CUDA one kernel reads and writes it once, allocates nothing and never waits for the device. The tensor is contiguous,
-    of any shape, in one of `DTYPES`; `std` is a number, or a 0-dim tensor on its device. Returns the tensor.
+    The sum is computed in float32 (float64 on the CPU and for a float64 tensor) and rounded to the tensor's dtype once. On CUDA
+    one kernel reads and writes the tensor once (the factor of a float64 tensor takes a second pass), and the host never waits.
+
+    Args:
+        tensor: contiguous, of any shape, in one of `DTYPES`.
+        key: 32 bytes.
+        nonce: below 2⁹⁵.
+        start: number of the normal that is added to the first element.
+        std: standard deviation, a number of at least 0, or a 0-dim tensor on the tensor's device or on the CPU.
+        factor: multiplies the sum.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        GramianError: for an argument outside these limits, or on CUDA without triton.
     """
     _check(key, nonce, start, tensor.numel(), TAIL_NONCE)
     if tensor.dtype not in DTYPES:
@@ -116,7 +132,7 @@ def _add_on_host(flat_N: Tensor, key: bytes, nonce: int, start: int, std: float,
 
 
 def _host_normals(key: bytes, nonce: int, start: int, count: int) -> Tensor:
-    """Normals [start, start + count), float32 [count], computed on the CPU in float64; the same for any split of a range."""
+    """Normals number start … start + count − 1, float32 [count], computed on the CPU in float64; independent of chunking."""
     first, stop = start - start % 2, start + count + (start + count) % 2
     words_P2 = _host_words(key, nonce, first, stop - first).reshape(-1, 2)
     uniform_P = (words_P2[:, 0] + 0.5) * 2.0**-32
@@ -132,7 +148,7 @@ def _host_normals(key: bytes, nonce: int, start: int, count: int) -> Tensor:
 
 
 def _host_words(key: bytes, nonce: int, start: int, count: int) -> NDArray[np.uint32]:
-    """Words [start, start + count) of the key stream on the CPU, uint32 [count]: blocks are made whole, the ends cut off."""
+    """Words [start, start + count) of the key stream, uint32 [count], computed on the CPU in blocks of 16 and then sliced."""
     first, stop = start // 16, -(-(start + count) // 16)
     try:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
@@ -186,7 +202,7 @@ def _kernels(device: torch.device):  # type: ignore[no-untyped-def]
 
 
 def _arguments(key: bytes, nonce: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Key and nonce as eight and three signed 32-bit words, so that a kernel is compiled once for all values."""
+    """Key and nonce as 8 and 3 signed 32-bit integers: one integer type, so that a kernel is compiled once for all values."""
     return struct.unpack("<8i", key), struct.unpack("<3i", nonce.to_bytes(12, "little"))
 
 

@@ -1,13 +1,13 @@
-"""Checksums of the values of many tensors: equal values have equal checksums, on every device and in every launch.
+"""64-bit checksums of the values of many tensors: equal values have equal checksums, on every device and in every launch.
 
-A tensor is read as 32-bit words w: half a float64, one float32, or two elements of 16 bits, with -0.0 as 0.0. In chunks of
-ROWS × COLUMNS words, with fixed odd multipliers R, u for each chunk and v for each column,
+A tensor is read as signed 32-bit words w: half a float64, one float32, or two elements of 16 bits, with -0.0 as 0.0. The words
+are arranged in chunks of ROWS × COLUMNS. With fixed odd multipliers R, u for each chunk and v for each column,
 
     checksum = Σ m w  mod 2⁶⁴,    m = u(chunk) · R^(ROWS - 1 - row) · v(column)
 
-Integer sums have no rounding, so no order of summation shows. One word that changes always changes the checksum (m is odd and
-a change is below 2³³); changes of several cancel by chance, with probability about 2⁻³². All zeros have checksum 0. This
-finds mistakes, not forgers: the multipliers are not secret.
+Integer sums have no rounding, so the order of summation does not matter. A change of one word always changes the checksum (m is
+odd and a change is below 2³³); changes of several words cancel by chance with probability about 2⁻³². A tensor of zeros has the
+checksum 0. The checksum detects mistakes, not manipulation: the multipliers are not secret.
 """
 
 import functools
@@ -21,17 +21,20 @@ from gramian.kernels.launch import on_device, triton_found
 ROWS, COLUMNS = 32, 1024
 CHUNK = ROWS * COLUMNS
 SMALL = 4096
-"""Tensors of at most this many 32-bit words are summed together by `checksums_twin`, without a Python loop over them."""
+"""Tensors of at most this many 32-bit words are concatenated by `checksums_twin` and summed in one pass."""
 RADIX = 0x2545F4914F6CDD1D
-"""The odd multiplier R of a row in `checksums`: that of Vigna's xorshift64*."""
+"""The odd multiplier R, whose powers weight the rows of a chunk in `checksums`: that of Vigna's xorshift64*."""
 
 
 def checksums(tensors: Sequence[Tensor], most: int | None = None) -> Tensor:
     """A 64-bit checksum of each tensor's values, int64 [len(tensors)] on the device of the first; equal for equal values.
 
-    The tensors are contiguous, of any shape and float dtype; the first `most` elements of each count (None: all).
     Cost: one read of all tensors; on CUDA five launches for each device and dtype, whatever the number of tensors
     (measured on an H200: 4.1 TB/s). It does not wait for the device. On one core of a CPU some 5 ns an element.
+
+    Args:
+        tensors: at least one; contiguous, of any shape, device and float dtype.
+        most: only the first `most` elements of each tensor are read; None: all.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, t in enumerate(tensors):
@@ -47,7 +50,10 @@ def checksums(tensors: Sequence[Tensor], most: int | None = None) -> Tensor:
 
 @torch.no_grad()
 def checksums_twin(tensors: Sequence[Tensor], most: int | None = None) -> Tensor:
-    """`checksums` of tensors of one device and dtype in plain torch: all small tensors in one pass, larger ones in chunks."""
+    """`checksums`, 64 bits per tensor, of tensors of one device and dtype, in plain torch: small tensors in one pass.
+
+    `most`: only the first `most` elements of each tensor are read; None: all.
+    """
     device = tensors[0].device
     weights, flats = _weights(device), [_whole_words(t.view(-1)[:most]) for t in tensors]
     sums = torch.zeros(len(tensors), dtype=torch.int64, device=device)
@@ -65,7 +71,10 @@ def checksums_twin(tensors: Sequence[Tensor], most: int | None = None) -> Tensor
 
 @torch.no_grad()
 def checksums_kernel(tensors: Sequence[Tensor], most: int | None = None) -> Tensor:
-    """`checksums` of tensors of one device and dtype in Triton: one program per chunk of 2¹⁵ words; torch adds the chunks."""
+    """`checksums`, 64 bits per tensor, of tensors of one device and dtype, in Triton: one program per chunk of 2¹⁵ words.
+
+    `most`: only the first `most` elements of each tensor are read; None: all.
+    """
     from gramian.kernels import _triton_checksums as triton_kernels
 
     device, width = tensors[0].device, tensors[0].element_size()
@@ -93,7 +102,7 @@ def _words(flat: Tensor) -> Tensor:
 
 
 def _whole_words(flat: Tensor) -> Tensor:
-    """`flat`, or a zero-padded copy if its 16-bit elements do not fill whole 32-bit words or do not begin on one."""
+    """`flat`, or a zero-padded copy if its 16-bit elements do not fill 32-bit words or are not aligned to 4 bytes."""
     if flat.element_size() == 2 and (len(flat) % 2 or flat.data_ptr() % 4):
         return nn.functional.pad(flat, (0, len(flat) % 2)).clone()
     return flat
@@ -101,13 +110,17 @@ def _whole_words(flat: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _order(groups: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """Index of each tensor's checksum in the concatenated checksums of `groups` (tuples of tensor numbers)."""
+    """Index of each tensor's checksum in the concatenated checksums of `groups`, which are tuples of tensor indices."""
     return torch.tensor([i for members in groups for i in members]).argsort().to(device)
 
 
 @functools.lru_cache(maxsize=16)
 def _layout(counts: tuple[int, ...], width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Number of words of each tensor [N]; for each Triton program [P] its tensor, its chunk, and the chunk's multiplier."""
+    """Work of the Triton programs for N tensors of `counts` elements of `width` bytes.
+
+    Returns:
+        Number of 32-bit words of each tensor [N]; for each of P programs its tensor, its chunk, and the chunk's multiplier.
+    """
     sizes_N = (torch.tensor(counts) * width + 3) // 4
     counts_N = -(-sizes_N // CHUNK)
     owners_P = torch.arange(len(counts)).repeat_interleave(counts_N)
@@ -117,7 +130,10 @@ def _layout(counts: tuple[int, ...], width: int, device: torch.device) -> tuple[
 
 @functools.lru_cache(maxsize=16)
 def _joint(sizes: tuple[int, ...], numbers: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Multiplier of every word of the small tensors, concatenated, and the number of the tensor that the word belongs to."""
+    """Multiplier of every 32-bit word of the concatenated small tensors, and the index of the tensor that it belongs to.
+
+    `sizes` are the numbers of words of the tensors, and `numbers` their indices.
+    """
     weights = (_weights(torch.device("cpu")) * _odd(torch.zeros(1, dtype=torch.int64)))[:SMALL]
     owners = torch.tensor(numbers).repeat_interleave(torch.tensor(sizes))
     return torch.cat([weights[:size] for size in sizes]).to(device), owners.to(device)
@@ -125,13 +141,13 @@ def _joint(sizes: tuple[int, ...], numbers: tuple[int, ...], device: torch.devic
 
 @functools.lru_cache(maxsize=16)
 def _weights(device: torch.device) -> Tensor:
-    """Multipliers of a chunk's 32-bit words by row and column, int64 [ROWS · COLUMNS]: RADIX^(ROWS - 1 - row) · odd number."""
+    """Multipliers of a chunk's 32-bit words, int64 [ROWS · COLUMNS]: RADIX^(ROWS - 1 - row) · odd number of the column."""
     rows = torch.tensor([_signed(pow(RADIX, ROWS - 1 - row, 2**64)) for row in range(ROWS)])
     return (rows[:, None] * _odd(torch.arange(COLUMNS) - COLUMNS)).flatten().to(device)
 
 
 def _odd(index: Tensor) -> Tensor:
-    """An odd 64-bit number for each index, as if drawn at random (Steele, Lea and Flood's SplitMix64)."""
+    """A pseudo-random odd 64-bit number for each index (Steele, Lea and Flood's SplitMix64)."""
     z = (index + 1) * _signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
@@ -139,5 +155,5 @@ def _odd(index: Tensor) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """The signed 64-bit integer with the bits of an unsigned one."""
+    """The signed 64-bit integer with the same bits as an unsigned one."""
     return number - 2**64 if number >= 2**63 else number

@@ -1,4 +1,4 @@
-"""Launching kernels: whether a kernel can run on given tensors, on which tiles, and how it reads them."""
+"""Choices for a kernel launch: whether a kernel can run on given tensors, its tile sizes, and how it reads the tensors."""
 
 import contextlib
 import functools
@@ -21,7 +21,8 @@ PROCESSORS = 132
 class Tiles:
     """Tile sizes and launch options of one Triton program of a matrix kernel.
 
-    `cost` is the time of one program in units of a 128x128 tile at full speed: area / 128² / relative throughput.
+    A program computes `rows` × `columns` of the result in steps of `depth` along the summed axis. `cost` is the time of one
+    program in units of a 128×128 tile at full speed: area / 128² / relative throughput.
     """
 
     rows: int
@@ -58,7 +59,7 @@ def _processors(index: int) -> int:
 
 
 def processors(tensor: Tensor) -> int:
-    """Number of multiprocessors of the device of `tensor`; `PROCESSORS` if that is not a GPU."""
+    """Number of streaming multiprocessors of the GPU of `tensor`; `PROCESSORS` if it is not on a GPU."""
     return _processors(tensor.device.index) if tensor.is_cuda else PROCESSORS
 
 
@@ -68,10 +69,10 @@ def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def cheapest(choices: Iterable[tuple[Tiles, int]], tensor: Tensor) -> Tiles:
-    """From pairs (tiles, number of programs), the tiles whose programs, in waves over all multiprocessors, take the least time.
+    """The fastest of several tile sizes, from pairs (tiles, number of programs); the first one if several are equally fast.
 
-    Depends on shapes and the device of `tensor` only, so that a second run takes the same kernel and gives the same bits. The
-    first of equals is taken.
+    Estimated time: number of waves (programs over multiprocessors, rounded up) times the cost of a program. It depends only on
+    the pairs and the device of `tensor`, so repeated runs choose the same kernel and give the same bits.
     """
     wave = processors(tensor)
     return min(choices, key=lambda choice: -(-choice[1] // wave) * choice[0].cost)[0]
@@ -85,7 +86,7 @@ def _has_bulk_copies(index: int) -> bool:
 def wants_descriptors(*tensors: Tensor) -> bool:
     """Whether a kernel should read these tensors by bulk copies (TMA): two-byte elements, compute capability 9 or above.
 
-    Float32 products run on the plain cores, which ordinary loads keep busy.
+    Float32 products do not run on tensor cores, and ordinary loads are fast enough for them.
     """
     return all(
         tensor.numel() > 0 and tensor.element_size() == 2 and tensor.is_cuda and _has_bulk_copies(tensor.device.index)
@@ -112,10 +113,10 @@ def _descriptor_strides(x_BTN: Tensor) -> list[int]:
 
 
 def operand(x_BTN: Tensor, descriptor: bool, tokens: int, columns: int) -> Any:
-    """The kernel argument for reading blocks [tokens, columns] of x [B, T, N]: a TMA descriptor if `descriptor`, else x.
+    """The kernel argument for reading tiles [tokens, columns] of x [B, T, N]: a TMA descriptor if `descriptor`, else x itself.
 
-    A layout that bulk copies cannot read is copied into one that they can: loads of two bytes each would take several times
-    as long as the copy.
+    If bulk copies (TMA) cannot read the layout of x, the descriptor is that of an aligned copy: loading two bytes at a time
+    would take several times as long as the copy.
     """
     if not descriptor:
         return x_BTN

@@ -1,4 +1,4 @@
-"""Symmetric positive semi-definite factors behind one interface, their solvers, and spectra of matrices known by products."""
+"""Symmetric positive semi-definite matrices ("factors") with one interface, and spectra of matrix-free operators."""
 
 from gramian.linalg.factors.cholesky import Cholesky, CholeskyAttempt
 from gramian.linalg.factors.compression import Compressed, compress

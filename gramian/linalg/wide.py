@@ -9,7 +9,7 @@ from torch import Tensor
 from gramian.core.dtypes import HALF, wide_dtype
 
 BLOCK = 2**24
-"""Number of entries that are converted to float32 or float64 at a time, beside what is stored."""
+"""Number of entries of a stored matrix that are converted to float32 or float64 at a time."""
 
 
 def pieces(count: int, each: int) -> Iterator[slice]:
@@ -25,9 +25,9 @@ def piece_entries(count: int, each: int) -> int:
 
 
 def by_columns(y_NK: Tensor, side: int, function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
-    """`function` of the columns of Y, in `dtype`; where Y is large it is called with a chunk of the columns at a time.
+    """Apply `function`, which maps columns to columns, to Y; returns the result in `dtype`. A large Y is split by columns.
 
-    `side` is the number of rows of all of Y, from which the size of chunks follows; `y_NK` may be some of these rows.
+    `side` is the number of rows that determines the size of the chunks; `y_NK` itself may have only some of these rows.
     """
     parts = list(pieces(y_NK.shape[1], side))
     if len(parts) < 2:
@@ -100,9 +100,9 @@ def wide_mm(left_MK: Tensor, right_KN: Tensor) -> Tensor:
 
 
 def wide_moments(rows_TN: Tensor, weights_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Σ_t w_t x_t x_tᵀ [N, N] and Σ_t w_t x_t [N] over rows x_t, in float32 or float64. 2·T·N² FLOPs.
+    """Σ_t w_t x_t x_tᵀ [N, N] and Σ_t w_t x_t [N] over rows x_t, in float32, or float64 for float64 rows. 2·T·N² FLOPs.
 
-    Where rows have to be converted or weighted, that is done a chunk of rows at a time.
+    `weights_T`: the weights w_t; None: all are 1. Rows are converted and weighted a chunk at a time.
     """
     dtype = wide_dtype(rows_TN)
     if weights_T is None and (rows_TN.is_cuda or rows_TN.dtype == dtype):
@@ -118,9 +118,9 @@ def wide_moments(rows_TN: Tensor, weights_T: Tensor | None = None) -> tuple[Tens
 
 
 def padded(matrix_NK: Tensor) -> Tensor:
-    """The matrix with columns of zeros added, so that its rows begin at multiples of 16 bytes, as tensor cores want them.
+    """The matrix with columns of zeros appended, so that its rows begin at multiples of 16 bytes, as tensor cores require.
 
-    Unchanged on other devices than GPUs, and where the rows begin there anyway.
+    On other devices than GPUs, and if the rows are aligned already, it is returned unchanged.
     """
     width, step = matrix_NK.shape[1], 16 // matrix_NK.element_size()
     if not matrix_NK.is_cuda or width % step == 0:

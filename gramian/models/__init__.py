@@ -1,4 +1,4 @@
-"""Reference models in plain torch modules, and text generation with any model."""
+"""Reference language models (GPT, Goose) in plain torch modules, and text generation with them or Hugging Face models."""
 
 from gramian.models.goose import Goose, GooseConfig
 from gramian.models.gpt import GPT, GPTConfig, generate

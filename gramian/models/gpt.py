@@ -73,7 +73,7 @@ class GPTBlock(nn.Module):
         self.residual_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
-        """Map the residual stream [B, T, D] to the next one; `mask` is true where attention is allowed, default: causal."""
+        """Map the residual stream [B, T, D] to that after the block; mask: true where attention is allowed, None: causal."""
         x_BTD = x_BTD + self.residual_dropout(self._attention(self.norm_attention(x_BTD), mask_B1TT))
         hidden_BTF = self.gelu(self.fc(self.norm_mlp(x_BTD)))
         out_BTD: Tensor = x_BTD + self.residual_dropout(self.mlp_out(hidden_BTF))
@@ -111,7 +111,7 @@ class GPT(nn.Module):
     """
 
     def __init__(self, config: GPTConfig | None = None, seed: int = 0) -> None:
-        """Build and initialise the model that `config` (default: `GPTConfig()`) describes."""
+        """Build the model that `config` describes (None: `GPTConfig()`), with weights drawn from `seed`."""
         super().__init__()
         self.config = config = config or GPTConfig()
         with torch.random.fork_rng(devices=[]):
@@ -129,7 +129,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Set all parameters as GPT-2 does: matrices from N(0, 0.02²) as a function of `seed`, biases 0, norm weights 1."""
+        """Set all parameters as GPT-2 does: matrices from N(0, 0.02²), drawn from `seed`, biases 0, norm weights 1.
+
+        Matrices that write into the residual stream are also divided by √(2 · layers).
+        """
         draw_matrices(self, seed, self.config.layers, ("attention_out.weight", "mlp_out.weight"))
         for name, parameter in self.named_parameters():
             if parameter.dim() != 2:
@@ -139,7 +142,10 @@ class GPT(nn.Module):
         """Map token ids [B, T], T <= context, to logits [B, T, V] for the token that follows each position.
 
         `documents_BT` is the index of each token's document; attention is then limited to the token's own document, and
-        positions restart with each document. Default: a row is one document.
+        positions restart with each document. None: each sequence is one document.
+
+        Raises:
+            GramianError: if T exceeds the context.
         """
         logits_BTV: Tensor = self.head(self.hidden(tokens_BT, documents_BT)[0])
         return logits_BTV
@@ -149,7 +155,11 @@ class GPT(nn.Module):
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Run the model without its head; returns the head's input [B, T, D] and {layer: residual stream [B, T, D]}.
 
-        The head's input is the stream after the final norm. `layers`: 0 is the embedding, l is after block l, counted from 1.
+        The head's input is the residual stream after the final norm. `layers`: which streams to return besides; 0 is the
+        embedding, l the stream after block l, counted from 1.
+
+        Raises:
+            GramianError: if T exceeds the context, or a layer does not exist.
         """
         length = tokens_BT.shape[1]
         if length > self.config.context:
@@ -170,12 +180,15 @@ class GPT(nn.Module):
         return self.final_norm(x_BTD), streams
 
     def num_parameters(self) -> int:
-        """Number of scalar parameters; a shared one counts once."""
+        """Number of scalar parameters; a weight that embedding and head share counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 
 def isolated(documents_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions [B, T] that restart with each document, and a causal mask [B, 1, T, T] within documents; O(B T²) bytes."""
+    """Positions [B, T] that restart with each document, and a causal mask [B, 1, T, T] that is true within a document only.
+
+    `documents_BT`: index of each token's document. Memory: O(B T²) bytes.
+    """
     length = documents_BT.shape[1]
     order_T = torch.arange(length, device=documents_BT.device)
     same_BTT = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)
@@ -186,10 +199,16 @@ def isolated(documents_BT: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def generate(model: GPT, prompt_T: Tensor, length: int, temperature: float = 1.0, seed: int = 0) -> Tensor:
-    """Sample a continuation of token ids [T], one full forward pass per token; arguments as for `generate_text_tokens`.
+    """Sample `length` tokens after a prompt of token ids [T]; returns prompt and continuation, [T + length].
+
+    Each token takes one full forward pass over the last `context` tokens. `temperature` > 0 divides the logits; the same `seed`
+    gives the same tokens.
 
     Example:
         >>> generate(model, torch.tensor([1, 2, 3]), length=20, temperature=0.8)
+
+    Raises:
+        GramianError: for an empty prompt, a negative length, or a temperature that is not above 0.
     """
 
     def next_logits(tokens_T: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Load Hugging Face causal language models from a folder: only safetensors, no download, no code of the folder."""
+"""Load Hugging Face causal language models from a local folder: only safetensors, no download, no code from the folder."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,12 +14,18 @@ from gramian.core.errors import GramianError
 def load_huggingface(
     path: str, fresh: bool, vocabulary: int, length: int, seed: int, field: str = "model.path"
 ) -> nn.Module:
-    """Load a Hugging Face causal language model with the folder's weights, or with `fresh` ones drawn from `seed`.
+    """Load a Hugging Face causal language model from a folder; returns it in training mode.
 
-    It must have at least `vocabulary` token ids and a context of `length` tokens; errors name the config key `field`.
+    Args:
+        path: folder of the model.
+        fresh: True: new random weights drawn from `seed`; False: the folder's weights, in float32.
+        vocabulary: number of token ids that the model must have at least.
+        length: sequence length in tokens that the model's context must allow.
+        seed: seed of fresh weights.
+        field: name of the config key that errors report.
 
     Raises:
-        GramianError: if the folder or the model does not fit; the message names `field`.
+        GramianError: if the folder cannot be loaded, lacks weights, or the vocabulary or the context is too small.
     """
     missing: list[str] = []
     with open_model_folder(path, field) as (shape, causal):
@@ -53,12 +59,13 @@ def load_huggingface(
 def open_model_folder(
     path: str, field: str = "model.path", expected: str = "a causal language model in safetensors"
 ) -> Iterator[tuple[Any, Any]]:
-    """Context whose value is (config of the folder, `AutoModelForCausalLM`).
+    """Context manager that yields the config of a model folder, and the class `AutoModelForCausalLM` to load it with.
 
-    Inside, transformers shows no progress and no warnings, and any of its errors becomes one line with `field` and `expected`.
+    Inside, transformers shows no progress bars and no warnings, and any exception but out-of-memory becomes a GramianError
+    of one line that names the config key `field` and says what was `expected`.
 
     Raises:
-        GramianError: if the folder cannot be read; the message names `field`.
+        GramianError: if transformers is not installed, or the folder cannot be read.
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""Initial weights and shape checks that the reference models share."""
+"""Initial weights and config checks that the reference models share."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def draw_matrices(model: nn.Module, seed: int, layers: int, residual: tuple[str,
 
 
 def check_shape(config: Any, counts: Sequence[str]) -> None:
-    """Raise a GramianError that names the first of the fields `counts` of a model config below 1, or an impossible dropout."""
+    """Raise a GramianError if one of the config fields named in `counts` is below 1, or if `dropout` is not in [0, 1)."""
     for field in counts:
         if getattr(config, field) < 1:
             raise GramianError(f"{field}: got {getattr(config, field)}; expected an integer of at least 1")

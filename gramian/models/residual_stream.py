@@ -1,4 +1,4 @@
-"""Run the blocks of a model on its residual stream: return the stream after some blocks, recompute activations in segments.
+"""Run the blocks of a model on its residual stream, with intermediate streams and activation checkpointing by segments.
 
 Legend: B sequences, T tokens, D width.
 """
@@ -22,8 +22,8 @@ def through_blocks(
     """Run blocks in order; returns the residual stream after the last one, and {layer: stream} of the wanted layers.
 
     Args:
-        blocks: the blocks.
-        call: `call(block, x)` returns the stream after a block.
+        blocks: the model's blocks, in order.
+        call: `call(block, x)` returns the stream after `block` from the stream x before it.
         x_BTD: the stream before the first block.
         layers: wanted layers: 0 is before the first block, l is after block l, counted from 1.
         size: blocks per segment whose activations are recomputed in the backward pass; 0: all activations are stored.

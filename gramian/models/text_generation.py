@@ -12,10 +12,10 @@ from gramian.models.token_sampling import refuse_to_sample, sample_tokens
 def generate_text_tokens(
     model: nn.Module, prompt_T: Tensor, length: int, temperature: float = 1.0, seed: int = 0
 ) -> Tensor:
-    """Sample a continuation of a prompt of token ids; the same seed gives the same text.
+    """Sample a continuation of a prompt of token ids; the same seed gives the same tokens.
 
     Args:
-        model: a model of any kind; its training mode is restored afterwards.
+        model: a GPT, a Goose or a Hugging Face causal language model; its training mode is restored afterwards.
         prompt_T: token ids [T], T >= 1, on the model's device.
         length: number of tokens to add.
         temperature: divisor of the logits, above 0.
@@ -28,7 +28,7 @@ def generate_text_tokens(
         >>> generate_text_tokens(model, torch.tensor([1, 2, 3]), length=20, temperature=0.8)
 
     Raises:
-        GramianError: for another kind of model, or a text longer than a Hugging Face model's context.
+        GramianError: for any other model, an argument outside its range, or T + length above a Hugging Face model's context.
     """
     refuse_to_sample(prompt_T, length, temperature)
     if isinstance(model, gpt.GPT):
@@ -41,10 +41,13 @@ def generate_text_tokens(
 
 
 def _generate_huggingface(model: Any, prompt_T: Tensor, length: int, temperature: float, seed: int) -> Tensor:
-    """Sample with a Hugging Face model's cache of keys and values; a model without one reads the text again for every token.
+    """Sample with a Hugging Face model's key-value cache; a model without one recomputes the whole text for every token.
 
-    The library's `generate` would stop at an end-of-text token, apply the sampling options of the folder, and draw from the
-    global generator.
+    The library's own `generate` is not used: it would stop at an end-of-text token, apply the sampling options of the folder,
+    and draw from the global generator.
+
+    Raises:
+        GramianError: if prompt and continuation exceed the model's context.
     """
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and len(prompt_T) + length > limit:

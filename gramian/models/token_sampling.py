@@ -17,9 +17,18 @@ def sample_tokens(
     seed: int,
     next_logits: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Continue a prompt by tokens drawn from the logits `next_logits(tokens so far)` [V], with the model in evaluation mode.
+    """Sample `length` tokens after a prompt [T], one by one, with the model in evaluation mode; returns ids [T + length].
 
-    Arguments and result are those of `gramian.models.generate_text_tokens`.
+    Args:
+        model: the model, whose training mode is restored afterwards.
+        prompt_T: token ids, at least one.
+        length: number of tokens to add.
+        temperature: divisor of the logits, above 0.
+        seed: seed of the draws.
+        next_logits: function from all token ids so far to the logits [V] of the next one.
+
+    Raises:
+        GramianError: for an argument outside its range.
     """
     refuse_to_sample(prompt_T, length, temperature)
     generator, tokens_T = torch.Generator().manual_seed(seed), prompt_T
@@ -30,13 +39,13 @@ def sample_tokens(
 
 
 def _draw(logits_V: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    """Draw one id [1] with probabilities softmax(logits / temperature), on the CPU, so that a seed is device-independent."""
+    """Draw one token id [1] with probabilities softmax(logits / temperature), on the CPU for the same draws on any device."""
     probabilities_V = (logits_V.float() / temperature).softmax(dim=-1).cpu()
     return torch.multinomial(probabilities_V, 1, generator=generator)
 
 
 def refuse_to_sample(prompt_T: Tensor, length: int, temperature: float) -> None:
-    """Raise a GramianError that names the first argument of a generation that is not allowed."""
+    """Raise a GramianError unless the prompt is [T] with T ≥ 1, the length is at least 0 and the temperature above 0."""
     if prompt_T.dim() != 1 or not prompt_T.numel():
         raise GramianError(f"prompt: got the shape {list(prompt_T.shape)}; expected [T] with at least one token")
     if length < 0:
@@ -47,7 +56,7 @@ def refuse_to_sample(prompt_T: Tensor, length: int, temperature: float) -> None:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Context: put a model into evaluation mode without gradients; the mode of every module is restored afterwards."""
+    """Context manager: evaluation mode without gradients; the training mode of every module is restored afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,6 +1,7 @@
 """Natural gradients for any optimizer: the same optimizer object, with a hook before its step.
 
-Before the optimizer's own step every `p.grad` becomes s (F + damping)⁻¹ p.grad, with s ≤ 1 from a trust region.
+Before the optimizer's own step every `p.grad` becomes s (F + damping)⁻¹ p.grad, with the K-FAC estimate F of the Fisher matrix
+and a factor s ≤ 1 that limits how far one step moves the model's predictions (trust region).
 """
 
 import inspect
@@ -29,9 +30,10 @@ def precondition(
 ) -> Optimizer:
     """Make an optimizer step along natural gradients, by a hook before its `step`.
 
-    Before each step every `p.grad` is replaced by (F + damping)⁻¹ p.grad, and all of them are scaled by min(1, √(kl_clip /
-    KL)), where KL = ½ Σ lr² ∇ᵀ(F+damping)⁻¹∇ estimates, in the metric of F, how far a plain SGD step moves the model's
-    predictions.
+    Before each step every `p.grad` is replaced by (F + damping)⁻¹ p.grad, with the K-FAC estimate F of the Fisher matrix, and
+    all of them are scaled by min(1, √(kl_clip / KL)). KL = ½ Σ lr² ∇ᵀ(F+damping)⁻¹∇ estimates, in the metric of F, how far a
+    plain SGD step moves the model's predictions. As long as there is no curvature because the first capture was dropped,
+    gradients are set to None.
 
     ```python
     optimizer = gramian.precondition(torch.optim.SGD(model.parameters(), lr=0.1), model, kfac)
@@ -44,13 +46,14 @@ def precondition(
         optimizer: its step is preconditioned; it stays the same object.
         model: the module whose parameters it updates.
         kfac: the curvature; the user wraps the backward in `kfac.capture`.
-        kl_clip: bound on that estimate; None: no bound.
+        kl_clip: largest KL of a step, in nats; None: no bound.
 
     Returns:
         The optimizer.
 
     Raises:
-        GramianError: if it is preconditioned already, its step cannot do without a closure (LBFGS), or kl_clip is not positive.
+        GramianError: if the optimizer is preconditioned already or its step requires a closure (LBFGS), if kl_clip is not above
+            0, or for an argument of another type.
     """
     if not isinstance(optimizer, Optimizer):
         raise GramianError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")

@@ -24,9 +24,9 @@ class ClippedSum(NamedTuple):
     Attributes:
         totals: ``{name: [*parameter.shape]}``, float64: the clipped gradients added up.
         norms_B: norm of each sample's gradient over all parameters; inf or NaN where it is not finite.
-        factors_B: what each sample's gradient was multiplied by.
-        sizes: ``{name: number}``: the norms of the clipped gradients added up, of which the norm of the total may be a small
-            part; rounding errors are relative to this.
+        factors_B: clip factor of each sample's gradient; 0 where the norm is not finite.
+        sizes: ``{name: number}``: sum of the norms of the clipped gradients. Rounding errors are relative to this sum; the norm
+            of the total may be much smaller.
     """
 
     totals: dict[str, Tensor]
@@ -43,10 +43,10 @@ class ClippedSum(NamedTuple):
 def clip(per_sample: Mapping[str, Tensor], max_grad_norm: float) -> ClippedSum:
     """Clip per-sample gradients g_i to the norm C, min(1, C/‖g_i‖) g_i, and add them up.
 
-    Cost: three passes over them, and a copy.
+    Samples whose gradient is not finite are left out. Cost: three passes over the gradients, and a copy.
 
     Args:
-        per_sample: ``{name: [B, *shape]}``; the norm covers all of them together.
+        per_sample: ``{name: [B, *shape]}``; the norm of a sample covers all names together.
         max_grad_norm: C.
     """
     wide = {name: g.double() for name, g in per_sample.items()}
@@ -81,6 +81,6 @@ def clipped_sum(
         loss_fn: ``loss_fn(model, *batch)``, the sum or the mean over samples.
         batch: arguments of ``loss_fn`` with B samples on dim 0.
         max_grad_norm: C.
-        params: the trained parameters; None for all with ``requires_grad``.
+        params: names of the trained parameters; None: all with ``requires_grad``.
     """
     return clip(per_sample_gradients(model, loss_fn, batch, params), max_grad_norm)

@@ -1,6 +1,6 @@
 """The distillation loss by its definition, on full logits in float64, with gradients by autograd: slow and independent.
 
-Legend: N tokens, D width, V vocabulary, K ids that are separate outcomes.
+Legend: N tokens, D width, V vocabulary, K token ids that are separate outcomes.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class DistillReference:
-    """The distillation loss, and its gradients by the student's hidden states, the head's weight and the temperature."""
+    """The distillation loss, and its gradients for the student's hidden states, the head's weight and the temperature."""
 
     loss: Tensor
     hidden: Tensor
@@ -34,11 +34,12 @@ def reference(
     kept_NK: Tensor | None = None,
     num_terms: float | None = None,
 ) -> DistillReference:
-    """The distillation loss (kd_weight · T² · D + ce_weight · CE)/num_terms and its gradients, on the CPU in float64.
+    """The distillation loss (kd_weight · T² · Δ + ce_weight · CE)/num_terms and its gradients, on the CPU in float64.
 
-    D and CE are summed over targets that are not −100; num_terms None: their number. T is the temperature, D the divergence
-    of student and teacher in a direction: "forward", "reverse", or "jsd" with weight `beta` of the teacher. Ids in `kept_NK`
-    are separate outcomes and all remaining ids are one; None: every id is separate.
+    T is the temperature, Δ the divergence of teacher p and student q at that temperature, and CE the student's cross entropy;
+    both are summed over tokens whose target is not −100. The direction "forward" is KL(p‖q), "reverse" KL(q‖p), and "jsd" β
+    KL(p‖m) + (1 − β) KL(q‖m) with m = βp + (1 − β)q and β = `beta`. The token ids in `kept_NK` are separate outcomes and all
+    remaining ids together are one; None: every id is separate. `num_terms` None: the number of such tokens.
     """
     hidden, weight = (t.detach().cpu().double().requires_grad_() for t in (hidden_ND, weight_VD))
     teacher, targets = teacher_NV.detach().cpu().double(), targets_N.cpu()
@@ -64,7 +65,7 @@ def _lumped(log_NV: Tensor, kept_NK: Tensor) -> Tensor:
 
 
 def _divergence(p: Tensor, q: Tensor, direction: str, beta: float) -> Tensor:
-    """Divergence of teacher p and student q, given as log-probabilities, summed over outcomes: [N]."""
+    """Divergence of teacher p and student q, given as log-probabilities, summed over outcomes: [N]; "jsd" by default."""
     if direction == "forward":
         return (p.exp() * (p - q)).sum(-1)
     if direction == "reverse":

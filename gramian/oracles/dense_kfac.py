@@ -1,13 +1,13 @@
 r"""The reference for K-FAC: tokens from plain hooks, factors as sums of outer products, powers of the full matrix.
 
-For a layer :math:`y_t = W a_t + b` of a loss :math:`\sum_t c\,\ell_t` with N terms,
+For a layer :math:`y_t = W a_t + b` of a loss :math:`L = \sum_t c\,\ell_t` with N terms,
 
 .. math:: A = \frac{1}{T} \sum_t \tilde a_t \tilde a_t^\top, \quad
           G = \frac{1}{N} \sum_t g_t g_t^\top, \quad g_t = \frac{1}{c} \frac{\partial L}{\partial y_t},
           \quad \tilde a = [a; 1],
 
-and :math:`F = G \otimes A` acts on the row-major vector of :math:`[W | b]`. Everything is float64 and as slow as it is
-plain: :math:`F` is written out, so sides must be small.
+and :math:`F = G \otimes A` acts on the row-major vector of :math:`[W | b]`. Everything is float64 and as slow as it is plain:
+:math:`F` is written out, so sides must be small.
 
 Legend: T tokens, I inputs (M with the bias), O outputs.
 """
@@ -27,9 +27,10 @@ class ReferenceTokens(NamedTuple):
 
 
 def layer_tokens(model: nn.Module, backward: Callable[[], None], layers: Sequence[str]) -> dict[str, ReferenceTokens]:
-    """Call `backward`, which runs a forward and a backward, and record {layer: tokens of all its calls}, float64, in order.
+    """Call `backward`, which runs a forward and a backward, and return {layer: tokens of all its calls}, float64, in order.
 
-    The named layers have features last in input and output, and are called as modules, in eager mode, without checkpointing.
+    The named layers must have features last in input and output, and be called as modules, in eager mode, without
+    checkpointing.
     """
     modules = dict(model.named_modules())
     calls: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in layers}
@@ -61,10 +62,12 @@ def layer_tokens(model: nn.Module, backward: Callable[[], None], layers: Sequenc
 def factors(
     tokens: ReferenceTokens, terms: float, coefficient: float, bias: bool, weights_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """A [M, M] and G [O, O] of a layer from its tokens, one outer product after another.
+    """The K-FAC factors A [M, M] and G [O, O] of a layer from its tokens, one outer product after another.
 
-    `terms` is N and `coefficient` c, of one term in the loss that was differentiated (loss scale included); `bias` says
-    whether a last input of 1 is part of A. Tokens of weight 0 are left out of both sides; None: all weights are 1.
+    `terms` is the number N of loss terms, `coefficient` the factor c of one term in the loss that was differentiated (loss
+    scale included); `bias` adds a last input of 1 to A. With weights w the terms of the loss were c·w_t: gradients are divided
+    by c·w_t, outer products weighted with w_t, and A is divided by Σ w. Tokens of weight 0 are left out; None: all weights are
+    1.
     """
     a_TI, g_TO = tokens
     A = a_TI.new_zeros(a_TI.shape[1] + bias, a_TI.shape[1] + bias)
@@ -83,7 +86,10 @@ def factors(
 
 
 def softmax_fisher(logits_TV: Tensor, terms: float, weights_T: Tensor | None = None) -> Tensor:
-    r"""Softmax Fisher [V, V], class by class: :math:`\frac{1}{N} \sum_t w_t \sum_k p_{tk} (e_k - p_t)(e_k - p_t)^\top`."""
+    r"""Softmax Fisher [V, V], class by class: :math:`\frac{1}{N} \sum_t w_t \sum_k p_{tk} (e_k - p_t)(e_k - p_t)^\top`.
+
+    p_t are the probabilities of the logits of token t, e_k unit vectors, N = `terms`, w = `weights_T`; None: all weights are 1.
+    """
     p_TV = logits_TV.double().softmax(-1)
     classes = p_TV.shape[1]
     F = p_TV.new_zeros(classes, classes)
@@ -97,7 +103,11 @@ def softmax_fisher(logits_TV: Tensor, terms: float, weights_T: Tensor | None = N
 
 
 def matrix_power(M: Tensor, p: float, damping: float, max_condition: float | None = None) -> Tensor:
-    """(M + λI)^p of a symmetric M, λ = `damping`; with κ = `max_condition` eigenvalues are raised to (σ_max+λ)/κ at least."""
+    """(M + λI)^p of a symmetric M, λ = `damping`; negative eigenvalues of M count as 0.
+
+    With κ = `max_condition`, eigenvalues of M + λI are raised to at least (σ_max+λ)/κ, σ_max the largest of M; None: they are
+    not.
+    """
     values, vectors = torch.linalg.eigh(M)
     values = values.clamp(min=0) + damping
     if max_condition is not None:
@@ -119,7 +129,9 @@ def natural(
 ) -> Tensor:
     """(F + damping)^p Y for F = G ⊗ A and a gradient Y [O, M] with the bias as last column: [O, M].
 
-    `mode` is "factored" with λ_A and λ_G (None: λ), "pi" or "joint"; `max_condition` is κ of the clip, None: no clip.
+    `mode` "joint": powers of F + λI with λ = `damping`. Otherwise of (G + λ_G I) ⊗ (A + λ_A I): "factored" with λ_A =
+    `damping_A` and λ_G = `damping_G` (None: λ); "pi" with λ_A = π√λ, λ_G = √λ/π and π² = mean eigenvalue of A / that of G.
+    `max_condition` bounds the condition number of each matrix (see `matrix_power`); None: no bound.
     """
     if mode == "joint":
         F = torch.kron(G, A)

@@ -38,6 +38,9 @@ def per_sample_gradients(
 
     Returns:
         ``{name: [B, *parameter.shape]}``, in the parameter's dtype and on its device; zero where the loss does not reach it.
+
+    Raises:
+        ValueError: if the tensors of ``batch`` have different numbers of samples or there are none, or for unknown names.
     """
     rows, copy = _batch_size(batch), deepcopy(model)
     selected = _select_parameters(copy, params)
@@ -72,7 +75,11 @@ def _batch_size(batch: tuple[Any, ...]) -> int:
 
 
 def _select_parameters(model: nn.Module, params: Sequence[str] | None) -> dict[str, nn.Parameter]:
-    """Return ``{clean name: parameter}`` for ``params`` in that order, or for all trainable parameters."""
+    """Return ``{clean name: parameter}`` for ``params`` in that order, or for all trainable parameters if it is None.
+
+    Raises:
+        ValueError: for a name that is not a trainable parameter, or if there is none.
+    """
     trainable = {_clean_name(model, name): p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
         raise ValueError("model has no trainable parameter")

@@ -1,6 +1,6 @@
-"""Tensors and wrappers of data-parallel models: shards of FSDP2 parameters, and DDP's gradient reduction.
+"""Shards of FSDP2 parameters, and a switch for DDP's gradient reduction, for code that reduces gradients itself.
 
-A clipped gradient sum of a full parameter comes in; one reduce-scatter gives each process the total of its shard.
+Input is each process's gradient sum of a full parameter; one reduce-scatter gives each process the total of its shard.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,14 +15,14 @@ from gramian.parallel.process_grid import ddp_wrapper
 
 
 def reduce_to_shard(full: Tensor, like: DTensor) -> DTensor:
-    """Start one reduce-scatter: the sum over processes of a full parameter's tensor, sharded as the parameter is.
+    """Start one reduce-scatter that sums a tensor of a parameter's full shape over processes and shards it like the parameter.
 
     Args:
-        full: this process's sum, in the parameter's full shape.
+        full: this process's summand, in the parameter's full shape.
         like: the sharded parameter.
 
     Returns:
-        The shard; `wait_for_shard` waits for it.
+        The total as a DTensor whose local shard may still be in flight; pass it to `wait_for_shard` before use.
     """
     partial = DTensor.from_local(full, like.device_mesh, [Partial()], run_check=False)
     return partial.redistribute(like.device_mesh, like.placements, async_op=True)
@@ -39,14 +39,14 @@ def wait_for_shard(shard: DTensor) -> DTensor:
 
 
 def waited(t: Tensor) -> Tensor:
-    """`t` as a plain tensor, after waiting for a collective that still writes to it."""
+    """`t` as a plain tensor, after waiting for the asynchronous collective that produces it, if there is one."""
     return t.wait() if isinstance(t, AsyncCollectiveTensor) else t
 
 
 def reshard(root: nn.Module) -> None:
-    """Make FSDP2 free the full parameters that a forward without a backward (an evaluation) left behind. No collective.
+    """Make FSDP2 free the full parameters that a forward without a backward (an evaluation) left gathered. No collective.
 
-    A backward that is still to come gathers them again.
+    A backward that still follows gathers them again. Models without FSDP2 are not changed.
     """
     units = [module for module in root.modules() if isinstance(module, FSDPModule)]
     if units and not all(isinstance(p, DTensor) for p in root.parameters()):
@@ -55,16 +55,16 @@ def reshard(root: nn.Module) -> None:
 
 
 class GatheredParameters:
-    """Finds tensors that share memory with parameters which FSDP2 has gathered, and will free after a unit's backward."""
+    """Clones tensors that share memory with a gathered FSDP2 parameter, which is freed after its module's backward."""
 
     def __init__(self, root: nn.Module) -> None:
-        """Record where the parameters of an FSDP2 model are stored; for any other model nothing is recorded."""
+        """Record the modules and names of all parameters of an FSDP2 model; for any other model nothing is recorded."""
         modules = list(root.modules())
         sharded = any(isinstance(module, FSDPModule) for module in modules)
         self._places = [(m._parameters, name) for m in modules for name in m._parameters] if sharded else []
 
     def copied(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The given tensors, those that are views of a gathered parameter cloned, so that they stay valid after it is freed."""
+        """The given tensors, with every view of a gathered parameter replaced by a clone that stays valid after the free."""
         if not self._places:
             return list(tensors)
         now = [parameters[name] for parameters, name in self._places]
@@ -77,7 +77,7 @@ def _storage(t: Tensor) -> int:
 
 
 def unsharded_units(root: nn.Module) -> Iterator[None]:
-    """Gather the parameters of one FSDP2 unit after another; at each yield one unit has full tensors. Collective."""
+    """Gather the parameters of each FSDP2 module in turn; at each yield one module has full parameters. Collective."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
@@ -86,7 +86,7 @@ def unsharded_units(root: nn.Module) -> Iterator[None]:
 
 
 def local_rows(p: Tensor) -> tuple[int, int] | None:
-    """[start, stop) of the rows of a sharded parameter that this process stores; None for a plain tensor: all rows."""
+    """(start, stop) of the rows of a sharded parameter that this process stores; None for a plain tensor (all rows)."""
     if not isinstance(p, DTensor):
         return None
     shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
@@ -99,7 +99,7 @@ def local(t: Tensor) -> Tensor:
 
 
 def as_sharded(t: Tensor, like: Tensor) -> Tensor:
-    """A DTensor of this process's shard `t` with mesh, placements and full shape of `like`; `t` itself if `like` is plain."""
+    """A DTensor made of this process's shard `t`, with mesh, placements and shape of `like`; `t` itself if `like` is plain."""
     if not isinstance(like, DTensor):
         return t
     return DTensor.from_local(
@@ -108,10 +108,10 @@ def as_sharded(t: Tensor, like: Tensor) -> Tensor:
 
 
 class ReducerOff:
-    """Switches DDP's gradient reduction off until `restore`, while the caller reduces gradients itself."""
+    """Switches off DDP's gradient reduction until `restore`, for callers that reduce gradients themselves."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Switch the gradient reduction of the model's DDP wrapper off; a model without DDP is not changed."""
+        """Switch off the gradient reduction of the model's DDP wrapper; a model without DDP is not changed."""
         self._wrapper = ddp_wrapper(model)
         self._before = True
         if self._wrapper is not None:
@@ -119,6 +119,6 @@ class ReducerOff:
             self._wrapper.require_backward_grad_sync = False
 
     def restore(self) -> None:
-        """Set DDP's gradient reduction back to what it was before."""
+        """Restore DDP's gradient reduction to its setting before this object was made."""
         if self._wrapper is not None:
             self._wrapper.require_backward_grad_sync = self._before

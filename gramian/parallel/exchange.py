@@ -1,14 +1,14 @@
-"""Collectives of one process group: sums, messages, and rows that move between a split by tokens and a split by features.
+"""Collectives of one process group: sums, messages, and moves of rows between sharding by tokens and sharding by features.
 
 Legend: W processes of a group, T this process's tokens, N features, n_r of them on process r, K columns.
 
-All processes call the same methods in the same order with the same `counts`, also those without rows; no decision here depends
-on a local value. Tensors are copied to the device that the group's backend needs, and results back to the caller's device.
-Rows that only move are sent as bytes, so every dtype works.
+All processes must call the same methods in the same order with the same `counts`, also those without rows; which collectives
+run never depends on a local value. Tensors are copied to the device that the group's backend needs, and results back to the
+caller's device. Rows that only move are sent as bytes, so every dtype works.
 
-Bytes that leave this process (`sent`), where one tensor has B bytes:
+Bytes that leave this process (`sent`), counted by these models, where one tensor has B bytes:
 
-| kind | model | bytes |
+| collective | model | bytes |
 |---|---|---|
 | all_reduce | ring: reduce-scatter, then all-gather | ⌊2·B·(W−1)/W⌋ |
 | all_gather | this process's tensor, to each other rank | (W−1)·B |
@@ -36,16 +36,22 @@ _all_gather: Any = getattr(
 
 
 class Meter:
-    """Bytes that this process sent and seconds it spent, by kind of collective; the device is synchronised around each."""
+    """Bytes sent by this process and seconds spent in collectives, by their names; each one synchronises the device."""
 
     def __init__(self) -> None:
-        """Start a meter with no bytes and no seconds."""
+        """Start with no bytes and no seconds."""
         self.sent: dict[str, int] = {}
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def collective(self, kind: str, leaving: int, device: torch.device) -> Iterator[None]:
-        """Context manager that measures one collective of kind `kind` in which this process sends `leaving` bytes."""
+        """Context manager that times one collective and counts its bytes.
+
+        Args:
+            kind: name of the collective, such as "all_reduce".
+            leaving: bytes that this process sends.
+            device: device that is synchronised before and after.
+        """
         started = _now(device)
         yield
         self.seconds[kind] = self.seconds.get(kind, 0.0) + _now(device) - started
@@ -53,7 +59,7 @@ class Meter:
 
 
 class Exchange:
-    """The collectives of one group of two or more processes, and the bytes that they sent."""
+    """The collectives of one group of two or more processes; `sent` counts the bytes that left this process, by collective."""
 
     meter: ClassVar[Meter | None] = None
     """The meter of all exchanges of this process while `metered` is active; None: nothing is measured."""
@@ -72,7 +78,7 @@ class Exchange:
         self._wire = _device_for(group, device)
 
     def features(self, n: int) -> list[slice]:
-        """The features 0 … n − 1 of each rank: contiguous slices whose lengths differ by at most 1, longer ones first."""
+        """The slice of n features that each rank has: contiguous, with lengths that differ by at most 1, longer ones first."""
         each, more = divmod(n, self.size)
         bounds = [r * each + min(r, more) for r in range(self.size + 1)]
         return [slice(start, stop) for start, stop in pairwise(bounds)]
@@ -97,7 +103,7 @@ class Exchange:
     # ---- moves -----------------------------------------------------------------------------------------------------
 
     def gather_messages(self, message: Any) -> list[Any]:
-        """The messages of all processes in the order of ranks. Two all-gathers: of lengths, and of texts padded to the longest.
+        """The messages of all processes, in rank order. Two all-gathers: of lengths, and of JSON texts padded to the longest.
 
         Args:
             message: any JSON value; tuples arrive as lists.
@@ -114,7 +120,10 @@ class Exchange:
 
         Args:
             rows_TN: this process's rows; [0, N] in the same dtype if it has none.
-            counts: rows of each process.
+            counts: number of rows of each process.
+
+        Raises:
+            GramianError: if `counts` does not fit this process's rows.
         """
         self._check(rows_TN, counts)
         if len({*counts}) == 1:
@@ -133,11 +142,16 @@ class Exchange:
         return rows.to(rows_TN.device)
 
     def reshard(self, rows_TN: Tensor, counts: list[int]) -> Tensor:
-        """From rows split by tokens to rows split by features: this process's n_r features of all ΣT tokens. One all-to-all.
+        """From sharding by tokens to sharding by features; returns this process's n_r features of all ΣT tokens, [ΣT, n_r].
+
+        One all-to-all. Process r receives the features `features(N)[r]`.
 
         Args:
             rows_TN: this process's tokens with all features; [0, N] in the same dtype if it has none.
-            counts: tokens of each process.
+            counts: number of tokens of each process.
+
+        Raises:
+            GramianError: if `counts` does not fit this process's rows.
         """
         self._check(rows_TN, counts)
         tokens, n = rows_TN.shape
@@ -152,13 +166,14 @@ class Exchange:
         return received.to(rows_TN.device)
 
     def to_samples(self, part: Tensor, dim: int, widths: list[int], counts: list[int]) -> Tensor:
-        """From rows split by features to rows split by samples: this process's rows with all features. One all-to-all.
+        """From sharding by features to sharding by samples; returns this process's rows with all features. One all-to-all.
 
         Args:
-            part: [Σ rows, …] with this process's features along `dim`; rows in the order of ranks.
-            dim: the sharded axis, not 0.
-            widths: features of each process.
-            counts: rows that each process receives.
+            part: all rows, [Σ counts, …], with only this process's features along axis `dim`. The first counts[0] rows go to
+                rank 0, the next counts[1] to rank 1, and so on.
+            dim: the axis that is sharded, not 0.
+            widths: number of features of each process.
+            counts: number of rows that each process receives.
         """
         entries = part.numel() // max(len(part), 1) if part.numel() else 0
         send = part.detach().to(self._wire).contiguous()
@@ -173,12 +188,17 @@ class Exchange:
         return torch.cat(pieces, dim=dim).to(part.device)
 
     def redistribute_rows(self, rows_TN: Tensor, before: list[int], after: list[int]) -> Tensor:
-        """Move rows between processes to new counts per process, in the order of ranks; returns this process's. One all-to-all.
+        """Move rows between processes to new counts per process, order preserved; returns this process's rows. One all-to-all.
+
+        If the counts do not change, `rows_TN` itself is returned.
 
         Args:
             rows_TN: this process's rows.
-            before: rows of each process.
-            after: rows that each process receives, with the same total.
+            before: number of rows of each process now.
+            after: number of rows of each process afterwards, with the same total.
+
+        Raises:
+            GramianError: if `before` does not fit this process's rows.
         """
         self._check(rows_TN, before)
         if before == after:
@@ -193,7 +213,7 @@ class Exchange:
         return received.to(rows_TN.device)
 
     def gather_features(self, part_nK: Tensor, n: int) -> Tensor:
-        """The full [n, K] on all W processes, from their rows `features(n)[rank]`. One all-gather of ⌈n/W⌉ rows each."""
+        """The full tensor [n, K] on every process, from the rows `features(n)[rank]` of each. One all-gather of ⌈n/W⌉ rows."""
         each, more = divmod(n, self.size)
         if not more:
             return self._gather_even(part_nK)
@@ -207,10 +227,10 @@ class Exchange:
         """Send one process's tensor to all processes; returns it on each.
 
         Args:
-            t: the tensor; only that of the source is read.
-            shape: its shape, the same on all processes.
-            like: a tensor of its dtype, on the device of the result.
-            source: rank that has the tensor.
+            t: the tensor; ignored, and may be None, on all ranks but `source`.
+            shape: the shape of the tensor, the same on all processes.
+            like: any tensor with the dtype of the tensor, on the device where the result is wanted.
+            source: rank in the group that has the tensor.
         """
         received = torch.empty(tuple(shape), dtype=like.dtype, device=self._wire)
         leaving = 0
@@ -233,7 +253,7 @@ class Exchange:
 
     @contextmanager
     def _sending(self, kind: str, leaving: int) -> Iterator[None]:
-        """Context manager around one collective that adds the bytes which leave this process to `sent` and to the meter."""
+        """Context manager around the collective named `kind`: adds `leaving`, the bytes sent, to `sent` and to the meter."""
         if self.meter is None:
             yield
         else:
@@ -248,7 +268,7 @@ class Exchange:
 
 @contextmanager
 def metered() -> Iterator[Meter]:
-    """Context manager that yields a meter of all exchanges of this process; every collective then waits for the device."""
+    """Context manager that yields a `Meter` of all exchanges of this process; every collective then synchronises the device."""
     Exchange.meter = meter = Meter()
     try:
         yield meter
@@ -263,17 +283,14 @@ def _now(device: torch.device) -> float:
 
 
 def exchange_of(group: Any, device: torch.device) -> Exchange | None:
-    """The `Exchange` of a process group as torch.distributed is initialised now; None if there is one process only.
+    """The `Exchange` of a process group; None if the group has one process or torch.distributed is not initialised.
 
     Args:
         group: a process group; None: the default one, if there is one.
         device: where the caller's tensors usually are.
 
-    Returns:
-        None if there is one process only.
-
     Raises:
-        GramianError: if this process does not belong to the group.
+        GramianError: if this process does not belong to the group, or a group is given without torch.distributed.
     """
     if not dist.is_available() or not dist.is_initialized():
         if group is not None:
@@ -285,7 +302,7 @@ def exchange_of(group: Any, device: torch.device) -> Exchange | None:
 
 
 def _device_for(group: Any, device: torch.device) -> torch.device:
-    """Device on which the group's backend needs its tensors: the given one if the backend serves it, else the CPU (gloo)."""
+    """Device that the group's collectives need: `device` if its backend is not gloo, else the CPU if the group supports it."""
     backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
     if backends.get(device.type, "gloo") != "gloo":
         return device
@@ -293,7 +310,7 @@ def _device_for(group: Any, device: torch.device) -> torch.device:
 
 
 def _common(mine: list[int], theirs: list[int], rank: int) -> list[int]:
-    """For each process, the number of its rows in partition `theirs` (rows per process) that `rank` has in partition `mine`."""
+    """For each process p, the number of rows that `rank` has under the row counts `mine` and p under the counts `theirs`."""
     first, last = sum(mine[:rank]), sum(mine[: rank + 1])
     bounds = [0, *itertools.accumulate(theirs)]
     return [max(0, min(last, stop) - max(first, start)) for start, stop in pairwise(bounds)]

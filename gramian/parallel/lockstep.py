@@ -1,6 +1,6 @@
-"""FSDP2 processes run the same number of forwards and backwards: as many as the busiest of them needs.
+"""Make FSDP2 processes run the same number of forwards and backwards: as many as the process with the most work needs.
 
-Every forward gathers weights from all processes, so a process that is done repeats runs until all are.
+Every forward gathers weights from all processes, so a process that has finished keeps running until all have.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def sharing_group(root: FSDPModule) -> Any:
-    """The process group over which FSDP2 shards the parameters of the model `root`; None if it has no FSDP2 units.
+    """The process group over which FSDP2 shards the parameters of the model `root`; None if FSDP2 shards none.
 
-    It is not read from the parameters' meshes: DTensor makes one object of meshes that compare equal, whatever their groups.
+    It is not read from the parameters' meshes: DTensor shares one mesh object between equal meshes, whatever their groups.
     """
     assert isinstance(root, nn.Module)
     units = [unit for module in root.modules() if isinstance(module, FSDPModule) for unit in fsdp_groups(module)]
@@ -23,7 +23,10 @@ def sharing_group(root: FSDPModule) -> Any:
 
 
 def fsdp_groups(unit: FSDPModule) -> list[Any]:
-    """The parameter groups of an FSDP2 unit that are gathered and reduced at once; in older releases of torch one or none."""
+    """The internal parameter groups of a module wrapped by `fully_shard`, each gathered and reduced in one collective.
+
+    Older releases of torch have at most one per module.
+    """
     state: Any = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -31,13 +34,16 @@ def fsdp_groups(unit: FSDPModule) -> list[Any]:
 
 
 class Lockstep:
-    """Before every forward and backward, an all-reduce tells processes whether any has one left; none without a group."""
+    """Keeps processes in step: before every forward and backward, an all-reduce finds out whether any process has one left.
+
+    With one process, or without a group, there is no communication.
+    """
 
     def __init__(self, group: Any = None) -> None:
-        """Make a gloo group for the agreement between processes.
+        """Make a gloo group of the same processes for these all-reduces, unless `group` is one already.
 
         Args:
-            group: processes that share weights; None: this process only.
+            group: process group of the processes that share weights; None: this process only.
         """
         self._group = None
         if group is not None and dist.get_world_size(group) > 1:
@@ -59,10 +65,10 @@ class Lockstep:
         return bool(number.item())
 
     def announce(self) -> None:
-        """Announce that this process begins a forward and backward, which the processes that are done will join."""
+        """Announce a forward and backward of this process; processes that have finished then run one too. One all-reduce."""
         self.any(True)
 
     def join_remaining_runs(self, run: Callable[[], None]) -> None:
-        """After this process's own work: call `run`, one forward and backward, as long as another process announces one."""
+        """Call `run`, one forward and backward, as long as another process announces one; for use after this process's work."""
         while not self.alone and self.any(False):
             run()

@@ -5,11 +5,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def place_like(full: Tensor, like: Tensor) -> Tensor:
-    """A full tensor as a DTensor with the mesh and placements of the parameter `like`. No communication.
+    """Shard a full tensor as the parameter `like` is sharded; returns a DTensor on the same mesh. No communication.
 
     Args:
-        full: the same on every process.
-        like: the parameter; for a plain one the tensor is returned unchanged.
+        full: the full tensor, equal on every process.
+        like: the parameter; if it is not a DTensor, `full` is returned unchanged.
     """
     if not isinstance(like, DTensor):
         return full

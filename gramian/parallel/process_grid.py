@@ -1,7 +1,7 @@
-"""The description of the process grid: this process's rank among those that train one model on different samples.
+"""The process grid: rank and size of the group of processes that train one model on different samples.
 
-`ProcessGrid` is made by `gramian.parallel.world.world` from what torchrun sets, or by `ProcessGrid.of` from how the user
-wrapped a model. Tensor parallelism has a group of its own inside it (`gramian.parallel.tensor_parallel`).
+`ProcessGrid` is made by `gramian.parallel.world.world` from torchrun's environment, or by `ProcessGrid.of` from the way a model
+is wrapped. Tensor parallelism has a process group of its own (`gramian.parallel.tensor_parallel`).
 """
 
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ from gramian.core.errors import GramianError
 
 
 class DataParallelKind(StrEnum):
-    """How processes with different samples share one model. The values are written to run records."""
+    """How the parameters of one model are shared by processes with different samples. The values are written to run records."""
 
     SINGLE = "one"
-    """There is one process, and nothing is shared."""
+    """One process that has all parameters."""
     DDP = "ddp"
     """Every process has all parameters, and gradients are all-reduced."""
     FSDP2 = "fsdp2"
@@ -32,27 +32,27 @@ class DataParallelKind(StrEnum):
 
 @dataclass(frozen=True)
 class ProcessGrid:
-    """Rank, size, device, data-parallel kind and process group of this process."""
+    """This process's rank and device, the number of processes (`size`), and how they share the model (`kind`)."""
 
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
     kind: DataParallelKind = DataParallelKind.SINGLE
     store: Any = None
-    """The launcher's key-value store, for messages of processes that failed; None: there is only this process."""
+    """Key-value store in which a process that fails reports why; None: nothing is reported, and `wait` does not wait."""
     group: Any = None
     """The process group of all processes of the grid; None: the default one."""
 
     @classmethod
     def of(cls, model: nn.Module, root: nn.Module) -> "ProcessGrid":
-        """The grid that the user's wrapping of a model implies: FSDP2, DDP or a single process.
+        """The grid that follows from the way a model is wrapped: in FSDP2, in DDP, or not at all (one process).
 
         Args:
-            model: the module as the user calls it, maybe DDP or compiled.
-            root: the module inside.
+            model: the module as the user calls it, which may be wrapped in DDP and compiled.
+            root: the module inside these wrappers, whose parameters are read.
 
         Raises:
-            GramianError: for placements that are not data parallel.
+            GramianError: for parameters that are sharded, but not by `fully_shard` over one mesh dimension for all of them.
         """
         device = next((p.device for p in root.parameters()), torch.device("cpu"))
         sharded = [(name, p) for name, p in root.named_parameters() if isinstance(p, DTensor)]
@@ -89,13 +89,17 @@ class ProcessGrid:
 
     @property
     def label(self) -> str:
-        """A short description of the grid, such as "DDP over 4"; "" for a single process."""
+        """A short description such as "DDP over 4" (processes); "" for a single process."""
         return "" if self.kind == DataParallelKind.SINGLE else f"{self.kind.upper()} over {self.size}"
 
     # ---- failures and waiting ----------------------------------------------------------------------------------------
 
     def first_failure(self, mine: str) -> str:
-        """Report this process's failure `mine` in the store; returns the first failure that any process reported."""
+        """Report this process's failure message `mine` in the store; returns the first message that any process reported.
+
+        Of several processes, each reports "process R: `mine`". If the store cannot be reached, this report is returned; without
+        a store, `mine`.
+        """
         if self.store is None:
             return mine
         report = mine if self.size == 1 else f"process {self.rank}: {mine}"
@@ -105,7 +109,7 @@ class ProcessGrid:
             return report
 
     def wait(self) -> None:
-        """Barrier over all processes; raises if one of them has exited."""
+        """Barrier over all processes, an error if one of them has exited; nothing happens without a store."""
         if self.store is not None:
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
@@ -118,11 +122,11 @@ class ProcessGrid:
         return values
 
     def start_sum(self, t: Tensor) -> Any:
-        """Start an all-reduce (sum) of `t` in place; call `wait()` on the returned work. None for one process."""
+        """Start an all-reduce (sum) of `t` in place; returns the handle to `wait()` on, or None if there is one process."""
         return None if self.size == 1 else dist.all_reduce(t, group=self.group, async_op=True)
 
     def most(self, value: float) -> float:
-        """The largest `value` of all processes. One all-reduce."""
+        """The maximum of `value` over all processes, the same on each. One all-reduce."""
         if self.size == 1:
             return value
         values = torch.tensor([value], dtype=torch.float64, device=self.device)
@@ -130,7 +134,10 @@ class ProcessGrid:
         return float(values)
 
     def differing(self, values: Mapping[str, int], device: torch.device) -> str | None:
-        """The name of the first of {name: number} whose number is not the same on all processes, or None. One all-reduce."""
+        """The first name in {name: number} whose number differs between processes; None if all agree. One all-reduce.
+
+        All processes pass the same names in the same order; `device`: where the numbers are reduced.
+        """
         if self.size == 1:
             return None
         numbers = list(values.values())
@@ -140,7 +147,7 @@ class ProcessGrid:
         return next((n for n, high, low in zip(values, highest, lowest, strict=True) if high != low), None)
 
     def from_first(self, data: bytes, device: torch.device) -> bytes:
-        """Return rank 0's bytes `data`, of the same length on every process. One broadcast."""
+        """Return the `data` of rank 0, which must have the same length on every process. One broadcast, on `device`."""
         if self.size == 1:
             return data
         t = torch.tensor(list(data), dtype=torch.uint8, device=device)

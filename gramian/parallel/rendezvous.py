@@ -1,8 +1,9 @@
 """Ranks announce that they will join a collective, or why they cannot, before any of them waits inside it.
 
-A process that failed half-way cannot take part in a collective: other ranks may be inside one of the model's own (DDP, FSDP2),
-and the two would be mixed up. It leaves a message in the group's store instead and exits; ranks that join read the message, so
-none waits inside a collective for a process that is gone. One counter and one message per rendezvous, whatever the world size.
+A process that failed half-way cannot report it by a collective: other ranks may be inside one of the model's own (DDP, FSDP2),
+and the two would be mixed up. Instead it writes a message to the group's key-value store and exits. Ranks that join read the
+message, so none waits inside a collective for a process that is gone. A rendezvous uses two keys of the store, a counter and a
+message, whatever the number of processes.
 """
 
 from dataclasses import dataclass
@@ -15,13 +16,16 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_group, 
 from gramian.core.errors import GramianError
 
 _numbers: dict[str, int] = {}
-"""{name of a process group: the last number that `next_number` gave for it}."""
+"""{name of a process group: the last number that `next_number` returned for it}."""
 PATIENCE = timedelta(minutes=30)
 ALL_HERE = "all here"
 
 
 def next_number(group: Any) -> int:
-    """A new number for a group, equal on all its processes if they ask in the same order; `group` None: the default group."""
+    """The next number, from 0, for a process group (None: the default one); equal on all processes that call it equally often.
+
+    For names of rendezvous, which must not be used twice.
+    """
     name = _group(group).group_name
     _numbers[name] = _numbers.get(name, -1) + 1
     return _numbers[name]
@@ -41,13 +45,13 @@ class Rendezvous:
     """Name of the rendezvous: the same on all processes, and never used twice."""
 
     def wait_for_all(self, before: "Rendezvous | None" = None) -> str:
-        """Join, and wait until all other ranks have joined or one has declined with a reason.
+        """Join, and wait until all other ranks have joined or one has declined.
 
         Args:
-            before: an earlier rendezvous that is over once all have joined this one; its keys are deleted from the store.
+            before: an earlier rendezvous, whose keys are deleted once all have joined this one; None: nothing is deleted.
 
         Returns:
-            "" if all joined, else which process did not, and why.
+            "" if all joined, else "process R: reason" of the first that declined.
 
         Raises:
             GramianError: if the other ranks do not join within `PATIENCE`.
@@ -68,7 +72,7 @@ class Rendezvous:
         return "" if message == ALL_HERE else message
 
     def decline(self, why: str) -> None:
-        """Report that this process cannot join, and why; the ranks that wait read the first such reason. Does not wait."""
+        """Report that this process cannot join, and why; the other ranks read the first such reason. Does not wait."""
         rank = dist.get_rank(self.group)
         self._store().compare_set("word", "", f"process {rank}: {' '.join(why.split())}")
 

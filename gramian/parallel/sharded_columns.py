@@ -1,19 +1,19 @@
 """A matrix U [n, r] whose rows are sharded over processes: rank p stores the rows `Exchange.features(n)[p]`.
 
 K = UᵀU = Σ_p U_pᵀU_p is one all-reduce of [r, r]; eigenvalues, traces and log det follow from it. Products take a full Y and
-return a full result, the same on all processes; those of `local()` take and return this process's rows of both.
+return a full result, the same on all processes; those of `local()` take and return only this process's rows of Y and result.
 
-With W processes and k columns of Y:
+With W processes and k columns of Y, where the last two columns are numbers of entries:
 
 | | FLOPs per process | all-reduce | all-gather |
 |---|---|---|---|
 | `transposed_times` | 2·n/W·r·k | r·k | |
-| `times` | 2·n/W·r·k | | n·k, `local`: nothing |
+| `times` | 2·n/W·r·k | | n·k; nothing for `local()` |
 | `gram` | 2·n/W·r² | r² float64 | |
 | `square` | 2·n/W·r | 1 | |
-| storing in half precision | | r (the largest entries), 2 | |
+| storing in half precision | | r (largest entry of each column), and 2 (norms) | |
 
-All processes call the same methods in the same order, and store U on the same kind of device.
+All processes must call the same methods in the same order, and store U on the same type of device.
 """
 
 import torch
@@ -26,16 +26,19 @@ from gramian.parallel.exchange import Exchange
 
 
 class ShardedColumns(Columns):
-    """This process's rows of a matrix U [n, r], with products that use all rows; `nbytes` counts this process's bytes only."""
+    """This process's rows of a matrix U [n, r], with products that use the rows of all processes; most methods are collectives.
+
+    `nbytes` counts the bytes on this process only.
+    """
 
     others: Exchange
 
     def __init__(self, stored: Stored, n: int, exchange: Exchange) -> None:
-        """Take this process's stored rows of U; nothing is sent.
+        """Reference this process's stored rows of U; nothing is sent.
 
         Args:
             stored: rows `exchange.features(n)[exchange.rank]` of U.
-            n: rows of all of U.
+            n: number of rows of U over all processes.
             exchange: the processes among which the rows are sharded.
         """
         super().__init__(stored)
@@ -43,25 +46,25 @@ class ShardedColumns(Columns):
 
     @classmethod
     def of(cls, part_nR: Tensor, n: int, exchange: Exchange, storage: torch.dtype | None = None) -> "ShardedColumns":
-        """Store this process's rows of U [n, r], rounded with the column scales that all of U would have.
+        """Store this process's rows of U [n, r]; in half precision with the column scales of all rows. Collective.
 
         Args:
             part_nR: rows `exchange.features(n)[exchange.rank]` of U.
-            n: rows of all of U.
+            n: number of rows of U over all processes.
             exchange: the processes among which the rows are sharded.
-            storage: dtype in which they are stored; None: that of `part_nR`.
+            storage: dtype in which the rows are stored; None: that of `part_nR`.
         """
         return cls(store_columns(part_nR, storage or part_nR.dtype, exchange), n, exchange)
 
     @classmethod
     def cut(cls, columns: Columns, exchange: Exchange) -> "ShardedColumns":
-        """This process's rows of `columns`, a matrix [n, r] that every process has in full. Nothing is sent or rounded."""
+        """Shard `columns`, a matrix [n, r] that every process has in full: this process's rows. Nothing is sent or rounded."""
         full = columns.stored
         body = full.body[exchange.features(columns.dim)[exchange.rank]].clone()
         return cls(Stored(body, None, full.right, full.relative_error), columns.dim, exchange)
 
     def local(self) -> "LocalRows":
-        """The same matrix, but its products take and return only this process's rows; its Gram matrix is summed anew."""
+        """The same matrix as `LocalRows`: products take and return only this process's rows. A cached UᵀU is not passed on."""
         return LocalRows(self.stored, self._dim, self.others)
 
     @property
@@ -98,7 +101,7 @@ class ShardedColumns(Columns):
 
 
 class LocalRows(ShardedColumns):
-    """A sharded matrix whose products take and return only this process's rows: no full [n, k] exists. `LowRank` accepts it."""
+    """A sharded matrix whose products take and return only this process's rows, so that no process stores a full [n, k]."""
 
     def _rows(self, y: Tensor) -> Tensor:
         _check_rows(y, len(self.stored.body))

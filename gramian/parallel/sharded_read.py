@@ -1,4 +1,4 @@
-"""Read rectangular parts of saved tensors from safetensors files of `torch.distributed.checkpoint`, without collectives."""
+"""Read rectangular slices of tensors from safetensors files in `torch.distributed.checkpoint`'s format, without collectives."""
 
 import json
 import warnings
@@ -20,28 +20,28 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 @dataclass(frozen=True)
 class ShardedBox:
-    """A rectangular part of a saved tensor: where it begins, and a buffer with its shape."""
+    """A rectangular slice of a saved tensor: the index where it begins, and a tensor with its shape."""
 
     offsets: Sequence[int]
-    """First index of the part along every axis of the full tensor."""
+    """First index of the slice along every axis of the full tensor."""
     local: Tensor
-    """Buffer that the part is read into, or its entries themselves."""
+    """Buffer that the slice is read into; when saving, the entries of the slice."""
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """Offsets and sizes of this part in the form that torch's checkpoint planners use."""
+        """Offsets and sizes of this slice in the form that torch's checkpoint planners use."""
         return ChunkStorageMetadata(torch.Size(self.offsets), self.local.shape)
 
 
 def read_sharded_boxes(folder: Path, boxes: Mapping[str, ShardedBox]) -> None:
-    """Read parts of saved tensors into the buffers of `boxes`. Each process reads by itself; nothing is unpickled.
+    """Read slices of saved tensors into the buffers of `boxes`. Each process reads by itself; nothing is unpickled.
 
     Args:
-        folder: safetensors files, written by any number of processes.
-        boxes: {tensor name: the part that is needed of it}, in host memory.
+        folder: folder of safetensors files, written by any number of processes.
+        boxes: {tensor name: slice to read, with a buffer in host memory}.
 
     Raises:
-        CheckpointException: if a file or a tensor cannot be read; `first_failure` gives the reason.
+        CheckpointException: if a file or a tensor cannot be read; `first_failure` formats the reason.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each process reads by itself
@@ -50,10 +50,10 @@ def read_sharded_boxes(folder: Path, boxes: Mapping[str, ShardedBox]) -> None:
 
 
 def file_header(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Metadata that torch's safetensors reader expects in a file: the first index of each stored part in its full tensor.
+    """Metadata that torch's safetensors reader expects in a file: where each slice in the file begins in its full tensor.
 
     Args:
-        offsets: {tensor: first index of the box along every axis}.
+        offsets: {tensor name: first index of the slice along every axis}.
     """
     begins = {name: {"saved_offsets": list(offset)} for name, offset in offsets.items()}
     return {"DCP_SHARDING_INFO": json.dumps(begins), "DCP_VERSION": "1.0", "format": "pt"}
@@ -67,7 +67,7 @@ def first_failure(failure: CheckpointException) -> str:
 
 
 class _Planner(DefaultLoadPlanner):
-    """Plans the reads of `ShardedBox` parts as torch's default planner does for DTensors."""
+    """Plans the reads of `ShardedBox` slices, as torch's default planner does for DTensors."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False

@@ -1,12 +1,12 @@
-"""Statistics of tensor-parallel layers: processes with the same samples and different features divide the samples among them.
+"""Statistics of tensor-parallel layers: the processes that see the same batch divide its samples among them.
 
 Legend: W processes of a tensor-parallel group, B samples of a batch, k rows of a sample.
 
-A statistic over samples needs all features of every sample once. All W processes see the same B samples, so process r takes the
-samples `shares(B)[r]`: a replicated tensor is sliced, one that is sharded by features is exchanged by one all-to-all. From
-there on the group is W data-parallel processes: nothing is computed or stored twice.
+A statistic over samples needs all features of every sample once. All W processes see the same B samples, so process r computes
+the statistics of the samples `shares(B)[r]`: a replicated tensor is sliced, one that is sharded by features is redistributed by
+one all-to-all. From then on the W processes are like data-parallel ones: nothing is computed or stored twice.
 
-| a tensor that is | becomes this process's samples by | entries that leave a process |
+| placement of a tensor | how this process gets its samples | entries that leave a process |
 |---|---|---|
 | replicated (input of a column-wise layer, output gradient of a row-wise one) | a slice | 0 |
 | sharded by features or by positions | an all-to-all | B/W·(W−1)·n/W for n entries per sample |
@@ -31,7 +31,7 @@ from gramian.parallel.exchange import Exchange
 
 @dataclass(frozen=True)
 class SampleAssignment:
-    """Which samples a process sees: those of number `rank` among `size` groups of processes with different samples."""
+    """Which samples a process sees: processes form `size` groups with different samples, and this one is in group `rank`."""
 
     rank: int
     size: int
@@ -41,10 +41,10 @@ class TensorParallel:
     """The group of processes over which the features of this process's layers are sharded; all see the same samples."""
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
-        """Open the collectives of a device mesh's process group.
+        """Use the process group of a device mesh.
 
         Args:
-            mesh: one-dimensional.
+            mesh: one-dimensional device mesh of the tensor-parallel processes.
             device: where the model is.
         """
         self.mesh = mesh
@@ -53,9 +53,10 @@ class TensorParallel:
 
     @classmethod
     def of(cls, root: nn.Module) -> "TensorParallel | None":
-        """The tensor-parallel group that a model's parameter placements imply; None without one (one process, DDP, FSDP2).
+        """The tensor-parallel group that follows from the placements of a model's parameters; None if there is none.
 
-        FSDP2 puts its own mesh dimension in front of that of tensor parallelism.
+        Models on one process, in DDP or only in FSDP2 have none. Under FSDP2, the second of two mesh dimensions is the
+        tensor-parallel one.
 
         Raises:
             GramianError: for layers that are sharded over different meshes, or over more than one mesh dimension.
@@ -86,25 +87,25 @@ class TensorParallel:
 
     @property
     def first(self) -> bool:
-        """True for rank 0 of the group, the one process that reports what is the same on all of them."""
+        """True for rank 0 of the group, which alone reports values that are equal on all its processes."""
         return self.rank == 0
 
     def shares(self, batch: int) -> list[slice]:
-        """The samples 0 … batch − 1 that each process takes: contiguous slices whose lengths differ by at most 1."""
+        """The slice of the `batch` samples that each process is assigned: contiguous, with lengths that differ by at most 1."""
         return self.exchange.features(batch)
 
     def share(self, batch: int) -> slice:
-        """Slice of the `batch` samples that this process takes."""
+        """The slice of the `batch` samples that this process is assigned."""
         return self.shares(batch)[self.rank]
 
     def assignment(self, group: Exchange) -> SampleAssignment:
-        """Which samples this process's tensor-parallel group sees in `group`: its number among those groups, and their number.
+        """The index of this tensor-parallel group among those in `group`, each of which sees other samples, and their number.
 
         Args:
-            group: the processes that sum their statistics.
+            group: all processes that sum their statistics.
 
         Raises:
-            GramianError: if the group is not made of complete tensor-parallel groups.
+            GramianError: if `group` does not consist of complete tensor-parallel groups with evenly spaced ranks.
         """
         ranks = self._ranks_in(group)
         step = ranks[1] - ranks[0] if self.size > 1 else 1
@@ -117,7 +118,7 @@ class TensorParallel:
         return SampleAssignment(number, group.size // self.size)
 
     def _ranks_in(self, group: Exchange) -> list[int]:
-        """The ranks that the processes of this tensor-parallel group have in a larger group; all must be in it."""
+        """The ranks of this tensor-parallel group's processes in the larger `group`; GramianError if one is not in it."""
         all_ranks = dist.get_process_group_ranks(group.group)
         members = dist.get_process_group_ranks(self.exchange.group)
         if not set(all_ranks).issuperset(members):
@@ -127,13 +128,15 @@ class TensorParallel:
         return [all_ranks.index(member) for member in members]
 
     def require_same_inputs(self, first: Tensor) -> None:
-        """Raise on all processes if their batches differ: sharded layers would mix unrelated samples. Collective.
+        """Raise on all processes if their batches differ, since sharded layers would mix unrelated samples. Collective.
+
+        Compared are the shape of the first input and a projection of its values, the latter to 10⁻³ of the input's norm.
 
         Args:
             first: the model's first input tensor.
 
         Raises:
-            GramianError: naming the process whose batch differs.
+            GramianError: names the first process whose batch differs from that of process 0.
         """
         flat = full_tensor(first).detach().double().flatten()
         place = torch.arange(flat.numel(), device=flat.device, dtype=flat.dtype)
@@ -149,14 +152,15 @@ class TensorParallel:
     # ---- tensors -----------------------------------------------------------------------------------------------------
 
     def take(self, t: Tensor, batch: int) -> Tensor:
-        """This process's samples of a tensor [k·B, …], k rows per sample, with all features. Collective if it is sharded.
+        """The samples of a tensor [k·B, …] that this process is assigned, with all features. Collective if it is sharded.
 
         Args:
-            t: replicated or sharded over the group; [1, …] is shared by all samples and returned in full.
+            t: tensor with k rows per sample, replicated or sharded over the group; [1, …] is shared by all samples and returned
+                in full.
             batch: number of samples B.
 
         Raises:
-            GramianError: if the rows are not a multiple of the batch.
+            GramianError: if the number of rows is not a multiple of B, or the tensor is sharded over another mesh.
         """
         rows = t.shape[0] if t.dim() else 0
         if rows == 1 and batch != 1:

@@ -1,4 +1,4 @@
-"""Start and destroy the process group of a run, as torchrun asks for it."""
+"""Start and destroy the process group of a run, from the environment that torchrun sets."""
 
 import os
 from collections.abc import Iterator
@@ -19,11 +19,13 @@ TIMEOUT = timedelta(minutes=5)
 
 @contextmanager
 def world(cpu: bool, fsdp: bool) -> Iterator[ProcessGrid]:
-    """Context manager that starts the process group torchrun asks for, yields the process grid, and destroys the group.
+    """Context manager that starts the process group of torchrun's environment, yields the grid, and destroys the group.
+
+    The backend is NCCL on GPUs and gloo on CPUs. Without torchrun and without `fsdp`, no group is started.
 
     Args:
-        cpu: use the CPU also where there is a GPU.
-        fsdp: parameters are sharded; without torchrun this makes a group of one process.
+        cpu: use the CPU even if there is a GPU.
+        fsdp: parameters will be sharded by FSDP2, which needs a group: without torchrun one of a single process.
     """
     cuda = torch.cuda.is_available() and not cpu
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Wrap a module in DDP or FSDP2, and reduce its gradients once per step, with the last micro-batch."""
+"""Wrap a module in DDP or FSDP2, and reduce its gradients once per step, in the backward of the last micro-batch."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,19 +12,21 @@ from gramian.parallel.process_grid import ProcessGrid
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model: the members of its `ModuleList` with the most parameters; [] without one."""
+    """The repeated layers of a model, such as transformer blocks: the members of its largest `ModuleList`; [] without one."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     found = max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=None)
     return [] if found is None else list(found)
 
 
 def wrap_data_parallel(module: nn.Module, grid: ProcessGrid, *, ddp: bool = True) -> nn.Module:
-    """`module` as all processes run it: sharded by FSDP2 (each block a unit, the rest another), in DDP, or unchanged.
+    """Shard `module` by FSDP2 in place, or wrap it in DDP, or leave it unchanged, as `grid` says; returns the result.
+
+    FSDP2 gathers the parameters of each repeated block (`blocks_of`) together, and all other parameters together.
 
     Args:
         module: model and loss, on its device.
         grid: this process's rank and device, and how processes share the module.
-        ddp: False leaves out DDP, for a copy whose gradients are not reduced.
+        ddp: False: do not wrap in DDP, for a copy of the model whose gradients are not reduced.
     """
     if grid.uses_fsdp2:
         for block in blocks_of(module):
@@ -47,7 +49,7 @@ def _without_gradient_sync(module: FSDPModule) -> Iterator[None]:
 
 
 def gradient_sync(module: nn.Module, last: bool) -> AbstractContextManager[Any]:
-    """A context for forward and backward of one micro-batch, in which gradients are reduced only if it is the last."""
+    """Context manager for forward and backward of one micro-batch; gradients are reduced over processes only if `last`."""
     if last:
         return nullcontext()
     if isinstance(module, DistributedDataParallel):

@@ -1,1 +1,1 @@
-"""Plans: bytes and FLOPs that follow from shapes alone, with the rows, tables and budgets that all planners share."""
+"""Plans: bytes and FLOPs that follow from shapes alone, with the tables and memory budgets that all planners share."""

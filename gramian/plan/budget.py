@@ -11,7 +11,7 @@ USABLE = 0.9
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that a plan may use; None: no limit, or an unknown one."""
+    """Number of bytes that a plan may use; None: no limit, or an unknown one."""
 
     limit: int | None = None
 
@@ -21,7 +21,7 @@ class Budget:
         return cls(None if memory is None else int(USABLE * memory))
 
     def fits(self, size: int) -> bool:
-        """Whether `size` bytes fit into the limit; True without a limit."""
+        """True if `size` bytes are within the limit, or if there is no limit."""
         return self.limit is None or size <= self.limit
 
     def __str__(self) -> str:
@@ -30,7 +30,10 @@ class Budget:
 
 
 def smallest_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
-    """The smallest number in [low, high] for which `fits` is true, if all above a fitting one fit; None: `high` does not."""
+    """The smallest number in [low, high] for which `fits` is true, by bisection; None: not even `high` fits.
+
+    All numbers above one that fits must fit.
+    """
     if low > high or not fits(high):
         return None
     below = low - 1
@@ -41,6 +44,9 @@ def smallest_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int | 
 
 
 def largest_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
-    """The largest number in [low, high] for which `fits` is true, if all below a fitting one fit; None: `low` does not."""
+    """The largest number in [low, high] for which `fits` is true, by bisection; None: not even `low` fits.
+
+    All numbers below one that fits must fit.
+    """
     found = smallest_fitting(-high, -low, lambda negative: fits(-negative))
     return None if found is None else -found

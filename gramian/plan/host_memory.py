@@ -21,13 +21,16 @@ from gramian.core.byte_amounts import format_bytes
 from gramian.plan.budget import Budget
 
 PIECE = 2**28
-"""Most bytes of a host allocation that several tensors of a copy share."""
+"""Largest number of bytes of a host allocation that several tensors of a copy share."""
 LEAST = 2
-"""Smallest number of snapshots of a run: one to roll back to while the metrics of the next are not yet known."""
+"""Smallest number of snapshots of a run: the newest, whose metrics may not be known yet, and one before it to roll back to."""
 
 
 def packed(sizes: Sequence[int]) -> list[list[int]]:
-    """Group tensors of these sizes in bytes into allocations: lists of consecutive indices, up to `PIECE` bytes each."""
+    """Group tensors of these sizes in bytes into allocations: lists of consecutive indices, up to `PIECE` bytes each.
+
+    A tensor larger than `PIECE` has an allocation of its own.
+    """
     pieces: list[list[int]] = []
     filled = 0
     for i, size in enumerate(sizes):
@@ -56,8 +59,9 @@ def copy_bytes(
 ) -> int:
     """Bytes of host memory of one copy of a run's state (parameters, optimizer, K-FAC) on the process with the largest share.
 
-    `shapes`: of the parameters, a tied one once; the optimizer has `states` numbers of `itemsize` bytes per element; FSDP2
-    shards their rows over `shards` processes. `pinned`: the state is on a GPU. `factors`: bytes of the stored K-FAC factors.
+    `shapes` are those of the parameters, a tied one once, with `itemsize` bytes per element; the optimizer stores `states` more
+    numbers per element. FSDP2 shards the rows of both over `shards` processes. `pinned`: the state is on a GPU, so its copy is
+    page-locked. `factors`: bytes of the stored K-FAC factors.
     """
     found = [tuple(shape) for shape in shapes]
     order = sorted(found, key=lambda shape: len(shape) < 2)  # the optimizer's order: matrices first
@@ -75,7 +79,7 @@ class HostPlan:
     copy: int
     """Bytes of one copy of the state on one process."""
     snapshots: int
-    """Number of copies that a rollback can return to."""
+    """Number of copies on each process that a rollback can return to."""
     wish: int
     """Number of snapshots that the config asks for."""
     processes: int
@@ -87,7 +91,7 @@ class HostPlan:
 
     @property
     def process(self) -> int:
-        """Most bytes of copies of the state on one process."""
+        """Largest number of bytes of copies of the state on one process: the snapshots, and one copy that is being written."""
         return (self.snapshots + 1) * self.copy
 
     @property
@@ -97,7 +101,7 @@ class HostPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the copies fit into the usable memory of the host; True where that is unknown."""
+        """True if the copies fit into the usable memory of the host, or if that is unknown."""
         return Budget(self.usable).fits(self.host)
 
     @property
@@ -120,9 +124,10 @@ class HostPlan:
 
 
 def plan_host(copy: int, wish: int, processes: int, sharded: bool, available: int | None) -> HostPlan:
-    """Plan `wish` snapshots of `copy` bytes on each process of a host, or as many as fit, at least two.
+    """Plan `wish` snapshots of `copy` bytes on each of `processes` processes of a host, or fewer if these do not fit.
 
-    `sharded`: every process writes its own part of a checkpoint. `available`: bytes of the host; None: unknown.
+    The plan has at least two snapshots, and `fits` False if not even these fit. `sharded`: every process writes its own part of
+    a checkpoint. `available`: bytes of the host, 90 % of which are used; None: unknown, and everything fits.
     """
     usable = Budget.of_memory(available).limit
     writers = processes if sharded else 1

@@ -1,4 +1,4 @@
-"""Which exact algorithm gives the per-sample gradient norms of a linear layer with the least work.
+"""Which exact algorithm computes the per-sample gradient norms of a linear layer with the least work.
 
 With T tokens per sample, inputs A [T, N], output gradients G [T, M] and a weight of M×N, per sample:
 
@@ -28,5 +28,5 @@ def choose(tokens: int, rows: int, columns: int) -> Literal["rank1", "direct", "
 
 
 def samples_per_chunk(gradient_elements: int) -> int:
-    """Number of per-sample gradients of `gradient_elements` elements that are formed at once, at least 1."""
+    """Number of per-sample gradients of `gradient_elements` elements each that are formed at once, at least 1."""
     return max(1, CHUNK_ELEMENTS // max(1, gradient_elements))

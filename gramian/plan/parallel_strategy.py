@@ -1,7 +1,7 @@
 """Choose how a run is distributed over GPUs: the fastest strategy that fits, or the changes that would make one fit.
 
 `decide` takes the model and run (`Needs`), a number of GPUs and the bytes of one, and returns a `Decision` with its table.
-Strategies in the order of speed, with n GPUs:
+Strategies in the order of speed, with n GPUs ("block" is a transformer block):
 
 | strategy | student | teacher | bytes on a GPU |
 |---|---|---|---|
@@ -67,7 +67,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Decision:
-    """The chosen strategy and the arithmetic behind it.
+    """The chosen way to distribute a run over GPUs, and the bytes from which it was chosen.
 
     ```python
     decision = decide(Needs(gpt(50_257, 1024, 12, 768, 12), "bf16", length=1024, batch=32), gpus=4, gpu_memory=80 * 10**9)
@@ -76,11 +76,11 @@ class Decision:
     """
 
     strategy: Strategy | None
-    """The chosen strategy; None: none fits."""
+    """The chosen strategy, or the one that the config demands although it does not fit; None: none fits."""
     student: Layout | None
-    """How the trained model is distributed: "one", "ddp" or "fsdp2"; None: nothing fits."""
+    """How the trained model is distributed under `strategy`: "one", "ddp" or "fsdp2"; None: none fits."""
     fits: bool
-    """Whether the chosen strategy fits; False: none does, or the one that the config demands does not."""
+    """True if the chosen strategy fits; False: none does, or the one that the config demands does not."""
     why: str
     """The reason for the decision in one line, with its bytes."""
     columns: tuple[Strategy, ...]
@@ -93,7 +93,7 @@ class Decision:
     """Changes with which a strategy would fit; empty if the decision fits."""
 
     def bytes_of(self, strategy: Strategy) -> int:
-        """Total bytes on one GPU under a strategy of `columns`."""
+        """Total bytes on one GPU under a strategy of `columns`; ValueError for another one."""
         return self.rows[-1].sizes[self.columns.index(strategy)]
 
 
@@ -111,13 +111,13 @@ class _Way:
 
 
 def decide(needs: Needs, gpus: int, gpu_memory: int, wish: Wish = "auto") -> Decision:
-    """Choose the fastest strategy that fits into the GPUs' memory; where none does, the decision lists changes that would.
+    """Choose the fastest strategy that fits into the GPUs' memory; where none does, the decision lists changes that would help.
 
     Args:
-        needs: model and run.
+        needs: the model and how it is trained.
         gpus: number of GPUs, with one process on each.
         gpu_memory: bytes of one GPU.
-        wish: "ddp" or "fsdp2" demands a layout for the student, whether it fits or not; "auto": any that fits.
+        wish: "ddp" or "fsdp2" demands this layout of the student, whether it fits or not; "auto": the fastest that fits.
 
     Raises:
         GramianError: if `gpus` or `gpu_memory` is not positive.
@@ -250,7 +250,10 @@ def _reason(chosen: _Way, ways: list[_Way], gpus: int, budget: Budget, wish: Wis
 
 
 def _remedies(needs: Needs, gpus: int, gpu_memory: int, wish: Wish, least: int) -> Iterator[Remedy]:
-    """Changes with which the run would fit: single ones, else several at once, and last larger GPUs."""
+    """Changes with which the run would fit: single ones, else several at once, and last larger GPUs.
+
+    `least` is the smallest number of bytes on one GPU over all strategies, without changes.
+    """
     budget, windows = Budget.of_memory(gpu_memory), needs.windows(gpus)
 
     def fewest_bytes(changed: Needs, count: int = gpus, wish: Wish = wish) -> int:

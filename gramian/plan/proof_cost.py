@@ -1,16 +1,17 @@
 """The cost of a row proof, the check that each row of a layer's tensors depends on one sample only: runs and memory.
 
-With B samples and N tokens of a backward, the largest layer input or output gradient of N·D entries of w bytes:
+B is the number of samples and N that of tokens of a backward. The largest layer input or output gradient has N·D entries of w
+bytes.
 
 | part | where | bytes |
 |---|---|---|
-| fingerprint of one tensor, in the making | device | min(N·D, 2²⁴) · (w + 16) |
-| or gradient of one sample for one parameter of P entries, in the making | device | 3·P·w |
+| fingerprint of one tensor, while it is computed | device | min(N·D, 2²⁴) · (w + 16) |
+| or gradient of one sample for one parameter of P entries, while it is computed | device | 3·P·w |
 | copies of tokens and targets | device | 16·N |
 | fingerprints of every tensor, of three runs | host | 3 · 40·B · tensors |
 
-The plan of a training step already counts the gradient of all weights, which the first part of a proof stores, and the
-activations of a forward.
+Of the first two parts the larger one counts. The plan of a training step already counts the gradient of all weights, which the
+first part of a proof stores, and the activations of a forward.
 """
 
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class ProofPlan:
     """Model runs and memory of a row proof, the check that each row of a layer's tensors depends on one sample only."""
 
     runs: int
-    """Number of forwards and backwards, for each set of outputs that is proven separately."""
+    """Number of forwards and backwards, for each set of model outputs that is proven separately."""
     device: int
     """Bytes on the device on top of a training step."""
     host: int
@@ -48,7 +49,10 @@ def proof_runs(samples: int) -> int:
 
 
 def plan_proof(needs: "Needs", windows: int) -> ProofPlan:
-    """Runs and bytes of the row proof of a transformer on `windows` windows, one sample each; buffers are not counted."""
+    """Runs and bytes of the row proof of a transformer on `windows` windows (token sequences, one sample each).
+
+    A single window needs no proof. The model's buffers are not counted.
+    """
     shape, runs = needs.shape, proof_runs(windows)
     if not runs:
         return ProofPlan(0, 0, 0)

@@ -9,8 +9,8 @@ computed one (bf16 and fp16: 2, else w):
 | optimizer | AdamW 2·P·w; SGD P·w with momentum, else 0 |
 | casts | autocast's copies of matrices, kept from their forward to their backward: e per element |
 
-What a micro-batch of B windows of T tokens keeps for the backward, per token; D width, A width of all queries, K of all keys, F
-hidden width of the MLP, H heads, L blocks, V vocabulary:
+What a micro-batch of B windows (sequences) of T tokens stores for the backward, per token; D width, A width of all queries, K
+of all keys, F hidden width of the MLP, H heads, L transformer blocks, V vocabulary:
 
 | part | GPT family | Llama family |
 |---|---|---|
@@ -23,13 +23,14 @@ hidden width of the MLP, H heads, L blocks, V vocabulary:
 | last norm and head | w·D + 2·w + e·D | 2·w·D + w + e·D |
 | loss | log-probabilities: w·V | the same |
 
-Attention without a fused kernel (float64 on a GPU, dropout on a CPU) keeps its probabilities in place of log-sum-exp, in at
-least 4 bytes: H·T of them, 3·H·T with dropout. On top comes what lives for a moment: the gradient of the logits, twice while it
-is formed (2·w·V); or, when the loss is gone, what a block's backward holds beyond what it has freed: e·(F + D).
+Attention without a fused kernel (float64 on a GPU, dropout on a CPU) stores its probabilities in place of log-sum-exp, in at
+least 4 bytes: H·T of them, 3·H·T with dropout. Temporary tensors are added: the gradient of the logits, twice while it is
+formed (2·w·V); or, when the loss has been freed, what a block's backward needs beyond what it has freed: e·(F + D).
 
-With activations recomputed in segments of k blocks, the inputs of the ⌈L/k⌉ segments are kept (w·D each), and the k blocks of
-one at a time. At its peak a step holds weights, optimizer and activations, and gradients grow as activations go; all are added
-up here, so the sum is above the truth by at most the gradients. Norm weights, biases and token ids are left out.
+With activations recomputed in segments of k blocks, the inputs of the ⌈L/k⌉ segments are stored (w·D each), and the activations
+of the k blocks of one segment at a time. At its peak a step needs weights, optimizer state and activations, and gradients grow
+while activations are freed; all are added up here, so the sum is above the truth by at most the gradients. Norm weights, biases
+and token ids are left out.
 """
 
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ COMPUTED: dict[Kind, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 @dataclass(frozen=True)
 class Transformer:
-    """The shape of a decoder-only transformer."""
+    """The shape of a decoder-only transformer: all that its parameter count and activation bytes depend on."""
 
     layers: int
     width: int
@@ -60,19 +61,21 @@ class Transformer:
     head_width: int | None = None
     """Features of one attention head; None: width / heads."""
     head_norms: bool = False
-    """Whether queries and keys are normalised, head by head."""
+    """True if queries and keys are normalised, head by head."""
     tied: bool = False
     dropout: float = 0.0
     gelu_tensors: int = 2
-    """Tensors of the hidden width that the MLP of "gpt" stores for the backward: 2, or 5 where GELU is written out."""
+    """Number of tensors of the hidden width that the MLP of "gpt" stores for the backward: 2, or 5 where GELU is written out.
+    """
     whole_segments: bool = True
-    """Whether activations can be recomputed in segments of several blocks; False: only block by block."""
+    """True if activations can be recomputed in segments of several blocks; False: only block by block."""
     counted: int | None = None
     """Number of parameters, if it was counted on the model; None: by formula, exact for the reference GPT and for Llama."""
     parameter_shapes: tuple[tuple[int, ...], ...] = ()
     """Shapes of all parameters, in the model's order, shared ones once."""
     kept: float | None = None
-    """Numbers that a block stores for the backward, per token and unit of width, if measured; None: by the module's table."""
+    """Numbers that a block stores for the backward, per token and feature of the width, if measured; None: by the module's
+    table."""
 
     @property
     def queries(self) -> int:
@@ -86,13 +89,13 @@ class Transformer:
 
     @property
     def block_matrices(self) -> int:
-        """Number of elements of one block's weight matrices."""
+        """Number of elements of one transformer block's weight matrices."""
         attention = self.width * (2 * self.queries + 2 * self.keys)
         return attention + (3 if self.family == "llama" else 2) * self.width * self.hidden
 
     @property
     def block_parameters(self) -> int:
-        """Number of parameters of one block."""
+        """Number of parameters of one transformer block."""
         if self.family == "llama":
             heads = 2 * self.queries // self.heads if self.head_norms else 0
             return self.block_matrices + 2 * self.width + heads
@@ -101,7 +104,7 @@ class Transformer:
 
     @property
     def rest_parameters(self) -> int:
-        """Number of parameters outside the blocks: embedding tables, last norm and head."""
+        """Number of parameters outside the transformer blocks: embedding tables, last norm and head."""
         if self.counted is not None:
             return max(self.counted - self.layers * self.block_parameters, 0)
         tables = self.vocabulary * (1 if self.tied else 2) + self.positions
@@ -116,7 +119,7 @@ class Transformer:
 def gpt(
     vocabulary: int, context: int, layers: int, width: int, heads: int, tied: bool = False, dropout: float = 0.0
 ) -> Transformer:
-    """The shape of gramian's reference GPT with these sizes: layer norms, biases, MLP of four times the width."""
+    """The shape of gramian's reference GPT: layer norms, biases, `context` learned positions, MLP of four times the width."""
     D, F = width, 4 * width
     norm = ((D,), (D,))
     block = (*norm, (3 * D, D), (3 * D,), (D, D), (D,), *norm, (F, D), (F,), (D, F), (D,))
@@ -133,7 +136,7 @@ def optimizer_states(optimizer: str, momentum: float) -> int:
 
 @dataclass(frozen=True)
 class TeacherShape:
-    """A model that only runs forwards: its weights of `itemsize` bytes each, and one forward at a time."""
+    """A model that only runs forwards, one at a time (the teacher of a distillation): its shape, and bytes per weight."""
 
     shape: Transformer
     itemsize: int = 2
@@ -145,7 +148,7 @@ class TeacherShape:
 
     @property
     def gathered(self) -> int:
-        """Bytes of a sharded teacher that are gathered at a time: all outside its blocks, one block, and the next one."""
+        """Bytes of a sharded teacher that are gathered at a time: all outside its transformer blocks, and two blocks."""
         return (self.shape.rest_parameters + 2 * self.shape.block_parameters) * self.itemsize
 
     def working(self, tokens: int) -> int:
@@ -159,13 +162,13 @@ class Activations:
     """Bytes of one micro-batch's forward and backward."""
 
     kept: int
-    """Bytes stored for the backward: of all blocks, or of the inputs of recomputed segments."""
+    """Bytes stored for the backward: the activations of all blocks, or the inputs of the recomputed segments."""
     casts: int
     """Bytes of autocast's copies of weights."""
     loss: int
     """Bytes of last norm, head and log-probabilities."""
     working: int
-    """Most temporary bytes: the gradient of the logits; or a recomputed segment and its gradients, less the loss."""
+    """Largest temporary bytes: the gradient of the logits; or a recomputed segment and its gradients, minus the freed loss."""
 
     @property
     def total(self) -> int:
@@ -180,22 +183,22 @@ class Needs:
     shape: Transformer
     precision: Kind
     length: int
-    """Number of tokens of a window."""
+    """Number of tokens of a window (one training sequence)."""
     batch: int
     """Number of windows of an optimizer step, over all processes."""
     micro_batch: int = 0
-    """Most windows of one backward pass on a process; 0: all windows of the process."""
+    """Largest number of windows of one backward pass on a process; 0: all windows of the process."""
     checkpoint_blocks: int = 0
-    """Number of blocks of a segment whose activations are recomputed; 0: activations are stored."""
+    """Number of transformer blocks of a segment whose activations are recomputed; 0: activations are stored."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     momentum: bool = False
     """True for SGD with momentum."""
     isolated: bool = False
-    """Whether a mask [B, T, T] hides the packed documents of a window from each other."""
+    """True if a mask [B, T, T] hides the packed documents of a window from each other."""
     device: Literal["cuda", "cpu"] = "cuda"
     teacher: TeacherShape | None = None
     proof: bool = False
-    """Whether a row proof (each row of a layer's tensors must depend on one sample only) runs before the first step."""
+    """True if a row proof (each row of a layer's tensors must depend on one sample only) runs before the first step."""
 
     @property
     def stored(self) -> int:
@@ -218,12 +221,12 @@ class Needs:
         return self.shape.parameters * self.stored
 
     def windows(self, processes: int) -> int:
-        """Number of windows of one backward pass on each of `processes` processes."""
+        """Number of windows (sequences) of one backward pass on each of `processes` processes."""
         share = ceil(self.batch / processes)
         return min(self.micro_batch, share) if self.micro_batch else share
 
     def block(self, windows: int) -> int:
-        """Bytes that one block stores for the backward, for a micro-batch of `windows` windows."""
+        """Bytes that one transformer block stores for the backward, for a micro-batch of `windows` windows (sequences)."""
         shape, w, e = self.shape, self.stored, self.computed
         if shape.kept is not None:
             return int(windows * self.length * w * shape.width * shape.kept)
@@ -237,7 +240,7 @@ class Needs:
         return windows * self.length * (norms + e * (inputs + hidden) + masks + self._attention)
 
     def activations(self, windows: int) -> Activations:
-        """Bytes of the activations of a micro-batch of `windows` windows, by part."""
+        """Bytes of the activations of a micro-batch of `windows` windows (sequences), by part."""
         shape, w, e, tokens = self.shape, self.stored, self.computed, windows * self.length
         llama = shape.family == "llama"
         layers, segment = shape.layers, min(self.checkpoint_blocks, shape.layers)
@@ -256,7 +259,7 @@ class Needs:
 
     @property
     def _attention(self) -> int:
-        """Bytes per token of queries, keys, values, and what the attention kernel stores beside its output."""
+        """Bytes per token of queries, keys, values, and of what the attention kernel stores beside its output."""
         shape, e = self.shape, self.computed
         if self.device == "cuda" and self.precision == "fp64" or self.device == "cpu" and shape.dropout:
             probabilities = shape.heads * self.length * (3 if shape.dropout else 1)

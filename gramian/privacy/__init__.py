@@ -1,4 +1,4 @@
-"""Differentially private training: clipped sums, Poisson draws, secret noise and the account of ε."""
+"""Differentially private training: clipped gradient sums, Poisson-sampled batches, secret noise and the account of ε."""
 
 from gramian.privacy.engine import PrivacyEngine
 from gramian.privacy.options import Tuning

@@ -21,7 +21,8 @@ from gramian.privacy.clipping.clip_factors import ClippedBatch
 from gramian.privacy.clipping.clipping_plan import ClippingPlan
 from gramian.privacy.clipping.clipping_rule import Clipping
 from gramian.privacy.clipping.step_timing import Stopwatch
-from gramian.privacy.options import PrivacyOptions, Tuning, check_opacus, is_number, sampling_rate
+from gramian.privacy.opacus_names import OpacusNames
+from gramian.privacy.options import PrivacyOptions, Tuning, check_opacus, check_optimizer, is_number, sampling_rate
 from gramian.privacy.private_model import PrivateModel
 from gramian.privacy.sampling.population import population
 from gramian.taps.hub import hub_of
@@ -29,7 +30,7 @@ from gramian.taps.model.user_names import unwrap
 from gramian.taps.proof.row_proof import check_proof
 
 
-class PrivacyEngine:
+class PrivacyEngine(OpacusNames):
     """Differentially private training: clipped per-sample gradients, Poisson batches, noise, and an account of ε.
 
     ```python
@@ -54,13 +55,19 @@ class PrivacyEngine:
         seed: int | None = None,
         secure_mode: bool = False,
     ) -> None:
-        """Draw the secret key.
+        """Create an engine with a new secret key and an account of ε without any step.
 
         Args:
-            accountant: "prv", "rdp" or "gdp".
-            insecure_reproducible: derive the key from `seed` instead: for tests, without privacy; it is recorded.
-            seed: seed of that key.
-            secure_mode: Opacus' argument. The key is secret in any case; True refuses insecure_reproducible.
+            accountant: how ε is computed: "prv" (tight upper bound), "rdp" (looser upper bound) or "gdp" (approximation that
+                may be too low).
+            insecure_reproducible: True derives the key from `seed`, so that a test can repeat the noise. There is no privacy
+                then; `state_dict` records it.
+            seed: seed of that key; None: 0.
+            secure_mode: argument of Opacus. The key is secret without it; True only refuses insecure_reproducible.
+
+        Raises:
+            GramianError: for an unknown accountant, a seed without insecure_reproducible, or secure_mode with
+                insecure_reproducible.
         """
         if secure_mode and insecure_reproducible:
             raise GramianError("secure_mode: has a secret key; expected it without insecure_reproducible=True")
@@ -71,7 +78,7 @@ class PrivacyEngine:
         """Number of samples left out because their gradient was not finite. ε does not cover the publication of this number."""
         self._warned_of_nonfinite = False
         self._model: PrivateModel | None = None
-        """The private model; after `detach` the last one, no longer installed."""
+        """The model made private last, also after `detach`; None before `make_private`."""
 
     # ---- making private --------------------------------------------------------------------------------------------
 
@@ -96,36 +103,45 @@ class PrivacyEngine:
         proof: str | int = "auto",
         **opacus: Any,
     ) -> tuple[nn.Module, Optimizer, Any]:
-        """Install taps on the model and a hook before the optimizer's step; both remain the user's own objects.
+        """Make training private: hook the model and the optimizer's step, and draw batches by Poisson sampling.
+
+        Model and optimizer remain the user's own objects.
 
         Args:
             module: the model, plain, compiled, in DDP or with `fully_shard`.
-            optimizer: steps its parameters; the norm covers those.
-            data_loader: this process's loader over the complete data set; under Poisson its sampler is replaced.
-            noise_multiplier: σ, the standard deviation of the noise over max_grad_norm; 0: no noise.
-            max_grad_norm: C, the largest norm of one sample's gradient.
-            clipping: what a backward saves: "bookkeeping": inputs and output gradients; "keep": per-sample gradients;
-                "two_pass": nothing, it runs twice; "auto", or "flat" as in Opacus: the fastest within memory_budget.
-            norm_algorithm: "auto", "gram" or "direct", for linear layers.
+            optimizer: the optimizer of the model. Clipping covers the trainable parameters in it.
+            data_loader: this process's loader over the complete data set; Poisson sampling replaces its sampler.
+            noise_multiplier: σ, the standard deviation of the noise divided by max_grad_norm; 0: no noise.
+            max_grad_norm: C, the largest norm of one sample's gradient after clipping.
+            clipping: what a backward stores until the clip factors are known: "bookkeeping": inputs and output gradients;
+                "keep": per-sample gradients; "two_pass": nothing, the backward runs twice; "auto", or "flat" as in Opacus: the
+                fastest of these within memory_budget.
+            norm_algorithm: how linear layers compute per-sample norms: "gram" from Gram matrices over tokens, "direct" from
+                per-sample gradients, "auto": the faster one at each shape.
             loss_reduction: "mean" or "sum" over the samples of a batch, or the coefficient of one sample's loss.
             poisson_sampling: draw every batch by Poisson sampling; False: use the loader unchanged.
-            max_physical_batch: most samples in one backward; a Poisson draw is split into micro-batches of at most as many.
-            memory_budget: bytes, or "8GB", that clipping may save; None: about what the step's activations take.
+            max_physical_batch: largest number of samples in one backward; a larger Poisson draw is split into micro-batches.
+                None: no limit.
+            memory_budget: bytes, or text such as "8GB", that clipping may store; None: about as much as the step's activations
+                take.
             loss_scale: factor of the loss before backward, or the `GradScaler` that applies it.
-            expected_batch: samples of a step on average over all processes; None: the loader's batch size times processes.
-            sample_rate: probability of a record to be in a step, beside expected_batch; None: expected_batch / records.
-            tuning: optimisations to switch off.
-            proof: "auto": before the first batch of every structure of inputs is used, show that each row depends on its sample
-                alone, and repeat one run of that on one step in a thousand; a number: on one step in so many; "off": trust the
-                shapes, which is recorded.
-            **opacus: `grad_sample_mode`, `secure_mode`, `noise_generator`, `criterion` and `batch_first` of Opacus' function:
-                accepted if they ask for what gramian does anyway, else refused with what takes their place.
+            expected_batch: average number of samples of a step over all processes; None: the loader's batch size times the
+                number of processes.
+            sample_rate: probability that a record takes part in a step, given together with expected_batch; None:
+                expected_batch / records.
+            tuning: optimisations to switch off; None: all are on.
+            proof: row proof, which checks that each row of a layer's tensors depends on its sample alone. "auto": on the first
+                batch of every structure of inputs, and repeated in part on about one step in 1000; a number n: repeated on one
+                step in n; "off": trust the shapes, which is recorded.
+            **opacus: `grad_sample_mode`, `secure_mode`, `noise_generator`, `criterion` and `batch_first` of Opacus' function.
+                They are accepted if they ask for what gramian does anyway; otherwise the error names what to use instead.
 
         Returns:
-            The module, the optimizer, and the loader to iterate over.
+            The module, the optimizer, and the loader to iterate over (`data_loader` itself without Poisson sampling).
 
         Raises:
-            GramianError: naming the argument or layer that does not fit; nothing is installed then.
+            GramianError: naming the argument or layer that is not supported; nothing is installed then.
+            TypeError: for any other keyword argument.
         """
         if self._installed is not None:
             raise GramianError("engine: makes a model private already; expected detach() before, or another engine")
@@ -141,7 +157,7 @@ class PrivacyEngine:
             loss_scale=loss_scale,
         )
         check_opacus(opacus, loss_reduction)
-        options.check_optimizer(module, optimizer)
+        check_optimizer(module, optimizer)
         check_proof(proof)
         if tuning is not None and not isinstance(tuning, Tuning):
             raise GramianError(f"tuning: expected a gramian.privacy.Tuning, got {type(tuning).__name__}")
@@ -165,7 +181,10 @@ class PrivacyEngine:
     ) -> tuple[nn.Module, Optimizer, Any]:
         """Call `make_private` with the least noise for which `epochs` epochs spend at most (target_epsilon, target_delta).
 
-        `options` are the other arguments of `make_private`, without noise_multiplier.
+        `options` are the other arguments of `make_private`, without noise_multiplier. The result is that of `make_private`.
+
+        Raises:
+            GramianError: for an invalid argument, or if the engine has taken steps before.
         """
         if "noise_multiplier" in options:
             raise GramianError("noise_multiplier: follows from target_epsilon; expected only one of them")
@@ -174,14 +193,14 @@ class PrivacyEngine:
                 raise GramianError(f"{field}: expected a number above 0, got {value!r}")
         if not isinstance(options.get("module"), nn.Module):
             raise GramianError(f"module: expected an nn.Module, got {type(options.get('module')).__name__}")
-        world = ProcessGrid.of(options["module"], unwrap(options["module"])).size
+        world_size = ProcessGrid.of(options["module"], unwrap(options["module"])).size
         if self.steps:
             raise GramianError(
                 "target_epsilon: the engine has spent some already; expected a new one, or noise_multiplier"
             )
         poisson, given = options.get("poisson_sampling", True), options.get("sample_rate")
-        rate = sampling_rate(data_loader, world, options.get("expected_batch"), given, poisson)
-        records = population(data_loader, world, poisson=poisson, rate_given=rate.given)
+        rate = sampling_rate(data_loader, world_size, options.get("expected_batch"), given, poisson)
+        records = population(data_loader, world_size, poisson=poisson, rate_given=rate.given)
         size = records or rate.expected_batch / rate.sample_rate
         yielded = epochs * max(1, round(size / rate.expected_batch))
         steps = math.ceil(max(epochs / rate.sample_rate, yielded))
@@ -204,6 +223,9 @@ class PrivacyEngine:
 
         Returns:
             The model as it was given to `make_private`.
+
+        Raises:
+            GramianError: if no model is private.
         """
         model = self._active()
         model.detach()
@@ -222,22 +244,24 @@ class PrivacyEngine:
     # ---- training --------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor) -> None:
-        """Run `loss.backward()`; as two backwards if one would have to save more than the memory budget."""
+        """Run `loss.backward()`; as two backwards with clipping="two_pass", or if one would exceed the memory budget."""
         model = self._active()
         model.look_behind_loss(loss)
         model.clipping.backward(loss)
 
     def check_independence(self, loss_fn: Callable[..., Tensor], batch: Any) -> None:
-        """Prove that a loss does not mix the samples of a batch, by the row proof with the user's own loss.
+        """Prove that a loss does not mix the samples of a batch, by runs in which other samples are replaced.
+
+        This is the row proof (the check that each row of a layer's tensors depends on its sample alone) with the user's own
+        loss. It does nothing where batches of one sample are clipped without taps (max_physical_batch=1).
 
         Args:
-            loss_fn: the loss of a batch: `loss_fn(*batch)` for a tuple or list, `loss_fn(batch)` else; with one more
-            argument
-                it is given the model first.
+            loss_fn: the loss of a batch: `loss_fn(*batch)` for a tuple or list, `loss_fn(batch)` otherwise; a function with one
+                more argument gets the model as its first.
             batch: tensors with the samples on dim 0, in any structure.
 
         Raises:
-            GramianError: naming the layer whose rows change when other samples are replaced.
+            GramianError: naming the layer whose rows change when other samples are replaced; or if no model is private.
         """
         model = self._active()
         if isinstance(model.clipping, Clipping):  # else every sample is alone
@@ -248,12 +272,12 @@ class PrivacyEngine:
     # ---- results ---------------------------------------------------------------------------------------------------
 
     def get_epsilon(self, delta: float, releases: int | None = None) -> float:
-        """ε spent so far at this δ, or of the first `releases` releases (noised sums, one per optimizer step)."""
+        """ε at this δ of the first `releases` releases (noised sums, one per optimizer step); None: of all so far."""
         return self._ledger.accounting.epsilon(delta, releases)
 
     @property
     def released(self) -> int:
-        """Number of the next release (noised sum): `steps`, except in a replay, which repeats numbers begun before."""
+        """Number that the next release (noised sum) gets: `steps`, or a lower one in a replay, which repeats numbers."""
         return self._ledger.counter.released
 
     @property
@@ -263,7 +287,7 @@ class PrivacyEngine:
 
     @property
     def not_replayed(self) -> str | None:
-        """Reason why the last `load_state_dict(…, replay=True)` did not replay; None: it did, or was not asked to."""
+        """Reason why the last `load_state_dict(…, replay=True)` did not replay; None: it did, or no replay was asked for."""
         return self._ledger.not_replayed
 
     @property
@@ -273,27 +297,38 @@ class PrivacyEngine:
 
     @property
     def noise_multiplier(self) -> float:
-        """σ, the standard deviation of the noise over max_grad_norm."""
+        """σ, the standard deviation of the noise divided by max_grad_norm; a `GramianError` if no model is private."""
         return self._active().options.noise_multiplier
 
     @property
     def expected_batch(self) -> float:
-        """Average number of samples of a step over all processes; the noised sum is divided by it."""
+        """Average samples of a step over all processes, by which the noised sum is divided; a `GramianError` if not private."""
         return self._active().rate.expected_batch
 
     @property
     def sample_rate(self) -> float:
-        """Probability that a record takes part in a step."""
+        """Probability that a record takes part in a step; a `GramianError` if no model is private."""
         return self._active().rate.sample_rate
 
     @property
     def proof(self) -> dict[str, Any]:
-        """Record of what was proven about the attribution of rows to samples: rows, loss, and releases not covered."""
+        """Results of the row proof, the check that each row of a layer's tensors depends on its sample alone.
+
+        JSON values under the keys "rows" and "loss" ("proven" or why not), "structures" (one entry per structure of inputs),
+        "releases not covered".
+
+        Raises:
+            GramianError: before the first `make_private`.
+        """
         return (self._model or self._active()).proof_record()
 
     @property
     def plan(self) -> ClippingPlan | None:
-        """How the last backward computed norms and clipped sums, as a table; None before the first, and for single samples."""
+        """How the last backward computed norms and clipped sums, as a table.
+
+        None before the first backward, after `detach`, and where single samples are clipped without taps
+        (max_physical_batch=1).
+        """
         if self._installed is None or self._installed.clipping.plan is None:
             return None
         proof = self.proof
@@ -301,7 +336,10 @@ class PrivacyEngine:
 
     @property
     def last(self) -> ClippedBatch | None:
-        """Gradient norms and clip factors of the last backward's samples. ε does not cover their publication."""
+        """Gradient norms and clip factors of the last backward's samples. ε does not cover their publication.
+
+        None before the first backward and after `detach`.
+        """
         return None if self._installed is None else self._installed.clipping.last
 
     # ---- state -----------------------------------------------------------------------------------------------------
@@ -312,6 +350,9 @@ class PrivacyEngine:
         Args:
             path: path of the file; the first process writes it.
             must_exist: True in a resumed run, whose file must be there.
+
+        Raises:
+            GramianError: if the file is missing although it must exist, is damaged, or cannot be written.
         """
         self._ledger.bind(path, must_exist=must_exist)
 
@@ -319,7 +360,7 @@ class PrivacyEngine:
         """State of the accountant, counters and secret key: as secret as the data (`secrets.save_private` writes mode 0600).
 
         Raises:
-            GramianError: in the middle of a draw, whose sums would be lost.
+            GramianError: between the micro-batches of one Poisson draw, whose sums would be lost.
         """
         if self._installed is not None and self._installed.sums.moved:
             raise GramianError("state_dict: a draw is under way; expected it between step() and the next batch")
@@ -328,16 +369,18 @@ class PrivacyEngine:
     def load_state_dict(self, state: Mapping[str, Any], *, replay: bool = False) -> None:
         """Load the account and the key of a checkpoint; ε that was spent since is never refunded.
 
+        Load the model and the optimizer before.
+
         Args:
             state: result of `state_dict`.
-            replay: True only if the steps that follow are bit for bit those that followed the checkpoint before (same
-            config,
-                data and deterministic kernels): they are then the same releases, counted once. Else, and where weights,
-                buffers, optimizer state or number of processes are not those of the state or another version drew the noise,
-                the counter moves past every step begun; `not_replayed` then says why. Load model and optimizer before.
+            replay: True only if the steps that follow repeat, bit for bit, the steps that followed the checkpoint before (same
+                config, data and deterministic kernels). They are then the same releases and are counted once. With False, the
+                next release gets a number that was never begun, under a new key. The same happens with True if weights,
+                buffers, optimizer state, number of processes or version of the noise generator are not those of the state;
+                `not_replayed` then says why.
 
         Raises:
-            GramianError: if the state is not one of `state_dict`.
+            GramianError: if the state is not one of `state_dict`, or if options differ from those of the state to replay.
         """
         self._ledger.load_state_dict(state, replay=replay)
         self.nonfinite = int(state["nonfinite"])

@@ -13,7 +13,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from gramian.core.byte_amounts import parse_bytes
 from gramian.core.errors import GramianError
-from gramian.privacy.sampling.population import population
+from gramian.privacy.sampling.population import batch_size_of, population
 from gramian.taps.capture import check_arguments
 
 Storage = Literal["auto", "bookkeeping", "keep", "two_pass"]
@@ -72,30 +72,46 @@ class PrivacyOptions:
         """`memory_budget` in bytes; None if it is not set."""
         return parse_bytes("memory_budget", self.memory_budget)
 
-    def check_optimizer(self, module: Any, optimizer: Any) -> None:
-        """Raise a `GramianError` for an optimizer whose step cannot be made private (LBFGS, closures, sparse, in-backward)."""
-        if not isinstance(module, nn.Module):
-            raise GramianError(f"module: expected an nn.Module, got {type(module).__name__}")
-        if not isinstance(optimizer, Optimizer):
-            raise GramianError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        if isinstance(optimizer, LBFGS):
+
+def check_optimizer(module: Any, optimizer: Any) -> None:
+    """Check that the optimizer's step can be made private.
+
+    Raises:
+        GramianError: for LBFGS, an optimizer that requires a closure, SparseAdam, an optimizer that steps inside the
+            backward, or arguments of another type.
+    """
+    if not isinstance(module, nn.Module):
+        raise GramianError(f"module: expected an nn.Module, got {type(module).__name__}")
+    if not isinstance(optimizer, Optimizer):
+        raise GramianError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    optimizer = innermost(optimizer)
+    if isinstance(optimizer, LBFGS):
+        raise GramianError(
+            "optimizer: LBFGS evaluates the loss several times in one step; expected one backward a step"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise GramianError(
+            f"optimizer: {type(optimizer).__name__} asks for a closure, to evaluate the loss several times in one step; "
+            "expected one backward a step"
+        )
+    if isinstance(optimizer, SparseAdam):
+        raise GramianError("optimizer: SparseAdam wants sparse gradients, noise is dense; expected Adam")
+    for name, p in module.named_parameters():
+        if getattr(p, "_post_accumulate_grad_hooks", None):
             raise GramianError(
-                "optimizer: LBFGS evaluates the loss several times in one step; expected one backward a step"
+                f"optimizer: {name} has a hook that acts on its gradient inside the backward (optimizer-in-backward); "
+                "expected step() after it"
             )
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            raise GramianError(
-                f"optimizer: {type(optimizer).__name__} asks for a closure, to evaluate the loss several times in one step; "
-                "expected one backward a step"
-            )
-        if isinstance(optimizer, SparseAdam):
-            raise GramianError("optimizer: SparseAdam wants sparse gradients, noise is dense; expected Adam")
-        for name, p in module.named_parameters():
-            if getattr(p, "_post_accumulate_grad_hooks", None):
-                raise GramianError(
-                    f"optimizer: {name} has a hook that acts on its gradient inside the backward (optimizer-in-backward); "
-                    "expected step() after it"
-                )
+
+
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside of wrappers such as Accelerate's, which have it as `optimizer` and no hooks of their own."""
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks") and isinstance(
+        inner := getattr(optimizer, "optimizer", None), Optimizer
+    ):
+        optimizer = inner
+    return optimizer
 
 
 @dataclass(frozen=True)
@@ -112,21 +128,23 @@ class Tuning:
     release: bool = True
     """Free a parameter's saved tensors as soon as its clipped sum is computed."""
     adaptive: bool = True
-    """Choose the algorithm for per-sample norms by shape; off: the direct norm everywhere."""
+    """With norm_algorithm="auto", choose the norm algorithm of linear layers by shape; False: "direct" for all."""
     layerwise: bool = True
-    """Add each clipped sum to `p.grad`, and reduce it, before the next is computed; off: all are computed first."""
+    """Add each clipped sum to `p.grad`, and reduce it over processes, before the next is computed; False: compute all sums
+    first."""
 
 
 def check_opacus(given: Mapping[str, Any], loss_reduction: str | float) -> None:
     """Check arguments of Opacus' `make_private`: accepted if they ask for what gramian does anyway.
 
     Args:
-        given: those of `grad_sample_mode`, `secure_mode`, `noise_generator`, `criterion` and `batch_first` that were given.
-        loss_reduction: must agree with the criterion.
+        given: the arguments that were given, of `grad_sample_mode`, `secure_mode`, `noise_generator`, `criterion`,
+            `batch_first`.
+        loss_reduction: argument of gramian's `make_private`, which must equal the criterion's reduction.
 
     Raises:
-        TypeError: for an argument that Opacus does not have either.
-        GramianError: naming what takes the argument's place in gramian.
+        TypeError: for an argument of another name.
+        GramianError: for a value that asks for something else, naming what to use instead.
     """
     criterion = given.get("criterion")
     counterparts = {
@@ -175,14 +193,16 @@ class SamplingRate:
 
 
 def sampling_rate(
-    loader: Any, world: int, expected_batch: float | None, sample_rate: float | None, poisson: bool
+    loader: Any, world_size: int, expected_batch: float | None, sample_rate: float | None, poisson: bool
 ) -> SamplingRate:
-    """Expected batch and sample rate, as given or computed from the loader's batch size, `world` processes and records.
+    """Expected batch size and sample rate of a private run: as given, otherwise computed from the loader.
 
-    A sample rate alone would make the expected batch rate × records: a divisor that reveals whether a record is there.
+    expected_batch None: the loader's batch size times `world_size` processes. sample_rate None: expected_batch / number of
+    records, which depends on `poisson` (see `population`). A sample rate without expected_batch is refused: the step would
+    divide by rate × records, which reveals whether a record is there.
 
     Raises:
-        GramianError: if they are not given and do not follow from the loader.
+        GramianError: if a value is not above 0, cannot be computed from the loader, or gives a sample rate above 1.
     """
     for field, value in (("expected_batch", expected_batch), ("sample_rate", sample_rate)):
         if value is not None and not (is_number(value) and value > 0):
@@ -195,14 +215,14 @@ def sampling_rate(
     if not hasattr(loader, "__iter__"):
         raise GramianError(f"data_loader: expected a DataLoader, got {type(loader).__name__}")
     given = sample_rate is not None
-    size = population(loader, world, poisson=poisson, rate_given=given)
+    size = population(loader, world_size, poisson=poisson, rate_given=given)
     if size == 0:
         raise GramianError("data_loader: its data set is empty; expected at least one record")
-    per_process = getattr(loader, "batch_size", None)
+    per_process = batch_size_of(loader)
     if expected_batch is None:
         if per_process is None:
             raise GramianError("expected_batch: the loader has no batch_size; expected it as an argument")
-        expected_batch = float(per_process * world)
+        expected_batch = float(per_process * world_size)
     if sample_rate is None:
         if size is None:
             raise GramianError("sample_rate: the data set has no length; expected it, and expected_batch, as arguments")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -27,7 +28,7 @@ from gramian.privacy.clipping.refused_modules import layers_with_sites, refuse_m
 from gramian.privacy.clipping.single_sample_clipping import SingleSampleClipping
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.privacy.clipping.trained_parameters import trained_parameters
-from gramian.privacy.options import PrivacyOptions, Tuning, sampling_rate
+from gramian.privacy.options import PrivacyOptions, Tuning, innermost, sampling_rate
 from gramian.privacy.private_step import PrivateStep
 from gramian.privacy.sampling.dataset_fingerprint import dataset_fingerprint
 from gramian.privacy.sampling.poisson import Piece
@@ -48,8 +49,8 @@ same noise again."""
 class PrivateModel:
     """What `make_private` installs on a model, its optimizer and its loader, and the callbacks between these parts.
 
-    Forward: `_check_inputs`. Backward: `step.before_backward`, the clipping rule, `step.after_backward`. Optimizer step:
-    `step.hook`. Loader: `_begin_piece`.
+    Called in a forward: `_check_inputs`. In a backward: `step.before_backward`, the clipping rule, `step.after_backward`.
+    Before the optimizer's step: `step.hook`. When the loader yields a micro-batch: `_begin_piece`.
     """
 
     def __init__(
@@ -66,8 +67,12 @@ class PrivateModel:
         ledger: Ledger,
         stopwatch: Stopwatch,
     ) -> None:
-        """Install all hooks; nothing stays installed if this raises. The arguments are those of `make_private`."""
+        """Install all hooks; nothing stays installed if this raises.
+
+        The arguments are those of `make_private`; `ledger` (the account of ε) and `stopwatch` belong to the engine.
+        """
         self.module, self.root = module, unwrap(module)
+        optimizer = innermost(optimizer)
         self.options, self.proof, self._optimizer, self._ledger = options, proof, optimizer, ledger
         self._tuning, self._stopwatch = tuning, stopwatch
         if self.root in _private:
@@ -109,7 +114,7 @@ class PrivateModel:
         return self._installed is not None
 
     def detach(self) -> None:
-        """Remove all hooks; clipped sums without noise are dropped from `p.grad`."""
+        """Remove all hooks; sums in `p.grad` that have no noise yet are dropped."""
         assert self._installed is not None
         self._installed.close()
         self._installed = None
@@ -117,7 +122,10 @@ class PrivateModel:
             self.sums.forget()
 
     def restart(self) -> None:
-        """Use the ledger's key, noise multiplier and rate after a state was loaded; the draw under way is dropped."""
+        """Continue after a state was loaded into the ledger: use its keys, and drop the sums of the draw under way.
+
+        This model's noise multiplier and sample rate are recorded for the steps that follow.
+        """
         self._ledger.accounting.record(self.options.noise_multiplier, self.rate.sample_rate)
         self.step.restart()
         if self.loader is not None:
@@ -150,7 +158,7 @@ class PrivateModel:
             next_draw=lambda: self._ledger.counter.released,
             on_piece=self._begin_piece,
             rank=self.parallel.rank,
-            world=self.parallel.size,
+            world_size=self.parallel.size,
             max_physical_batch=self.options.max_physical_batch,
         )
 
@@ -171,6 +179,8 @@ class PrivateModel:
         )
         self.clipping.on_begin, self.clipping.on_done = self.step.before_backward, self.step.after_backward
         handle = self._optimizer.register_step_pre_hook(torch.compiler.disable(self.step.hook, reason=EAGER))
+        self._optimizer.noise_multiplier = options.noise_multiplier  # type: ignore[attr-defined]  # scripts read it
+        stack.callback(delattr, self._optimizer, "noise_multiplier")
         hooks: Any = self._optimizer._optimizer_step_pre_hooks
         hooks.move_to_end(handle.id, last=False)  # the user's hooks see private gradients
         stack.callback(handle.remove)
@@ -210,14 +220,24 @@ class PrivateModel:
         self.step.begin_piece(piece)
 
     def proof_is_due(self) -> bool:
-        """True if the row proof is to be repeated before this forward; the secret key decides in which steps."""
+        """True if the row proof (each row depends on its sample alone) is to be repeated before this forward."""
         return self.proof.is_due(self._ledger.counter.released, self._ledger.secrets.sampling_key)
 
     def _proof_failed(self) -> None:
         self.proof.fail(self._ledger.counter.released)
 
     def _check_inputs(self, inputs: tuple[Any, dict[str, Any]]) -> None:
-        """Before a forward: refuse inputs whose batch size is ambiguous, and collect parameters in the graph of the inputs."""
+        """Check the inputs of a forward, and collect the parameters in their graph.
+
+        Raises:
+            GramianError: if DDP was put around the model later, the batch size is ambiguous, or the model carries something of
+                one sample into its next forward.
+        """
+        if not self.parallel.uses_ddp and DistributedDataParallel._get_active_ddp_module() is not None:
+            raise GramianError(
+                "module: was wrapped in DistributedDataParallel after make_private, so each process would train by itself; "
+                "expected it wrapped before (accelerator.prepare(model) first)"
+            )
         proven = bool(hub_of(self.root).proof.proven)
         counted = self.step.progress.piece is not None or self.rate.expected_batch == 1
         refuse_ambiguous_batch(*inputs, known=proven or counted)
@@ -238,7 +258,7 @@ class PrivateModel:
         return [] if last is None else last.samples_alone(samples, among)
 
     def proof_record(self) -> dict[str, Any]:
-        """Record of what was proven about the attribution of rows to samples: rows, loss, and releases not covered."""
+        """Results of the row proof, the check that each row depends on its sample alone (see `ProofLog.record`)."""
         rows = "one sample a batch" if isinstance(self.clipping, SingleSampleClipping) else None
         return self.proof.record(list(hub_of(self.root).proof.proven.values()), rows)
 

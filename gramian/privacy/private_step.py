@@ -1,8 +1,8 @@
 """One step of private training: checks around its backwards, then noise and division before the optimizer acts.
 
-A hook in front of the optimizer's step sets p.grad = (Σ_i c_i g_i + σ·C·z) / expected batch, with clip factors c_i,
-gradients
-g_i, clip norm C and normal noise z, summed over the micro-batches of one Poisson draw and over all processes.
+A hook in front of the optimizer's step sets p.grad = (Σ_i c_i g_i + σ·C·z) / expected batch, with clip factors c_i, gradients
+g_i, noise multiplier σ, clip norm C and standard normal noise z. The sum is over the micro-batches of one Poisson draw and over
+all processes.
 """
 
 from collections.abc import Callable, Mapping
@@ -58,12 +58,22 @@ class PrivateStep:
         self._sums.forget()
 
     def begin_piece(self, piece: Piece) -> None:
-        """Begin a piece (micro-batch) of a Poisson draw, whose batch the loader yields now."""
+        """Begin a piece (micro-batch) of a Poisson draw, whose batch the loader yields now.
+
+        Raises:
+            GramianError: if an earlier draw was summed and no optimizer step released it.
+        """
         if self.progress.begin(piece):
             self._sums.forget()
 
     def before_backward(self, rows: int) -> None:
-        """Raise a `GramianError`, before anything is summed, if samples of this backward of `rows` would count twice."""
+        """Check a backward of `rows` samples before anything is summed.
+
+        Raises:
+            GramianError: if a parameter outside the engine would get a gradient, if weights changed since the last backward of
+                this step, if `rows` exceeds max_physical_batch, or if the loader's batch had a backward before or another
+                number of records.
+        """
         self._outside.refuse()
         self._sums.begin()
         limit = self._options.max_physical_batch
@@ -82,7 +92,11 @@ class PrivateStep:
         self.progress.end_backward()
 
     def hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Optimizer pre-step hook: run the closure, if any, add noise to the sums, and replace the closure by its loss."""
+        """Optimizer pre-step hook: run the closure, if any, add noise to the sums, and set `p.grad`.
+
+        Returns:
+            None without a closure; otherwise the arguments of the step, whose closure returns the loss already computed.
+        """
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         if closure is None:
             self._before_step(optimizer)
@@ -93,11 +107,17 @@ class PrivateStep:
         return (args[0], *args[2:]), {**kwargs, "closure": _once(loss)}
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        """Add noise and divide; if the micro-batch is not the last of its draw, only set its sum aside."""
+        """Add noise and divide; for a micro-batch that is not the last of its Poisson draw, only set its sum aside."""
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         if stepped != {id(p) for p in self._trained.values()}:
             raise GramianError(
                 "optimizer: its trained parameters are not those of make_private; expected detach() and make_private again"
+            )
+        noise = self._options.noise_multiplier
+        if getattr(optimizer, "noise_multiplier", noise) != noise:
+            raise GramianError(
+                f"noise_multiplier: was set on the optimizer, and this run was begun with {noise:g}; expected detach() and "
+                "make_private(noise_multiplier=…) for another"
             )
         self._clipping.recover()
         scaling = scaling_at(optimizer, self._options.loss_scale)
@@ -124,7 +144,11 @@ class PrivateStep:
         self._stopwatch.step += 1
 
     def _account_for_backwards(self) -> None:
-        """Without Poisson sampling, multiply the sample rate of a step by the number of batches that were summed in it."""
+        """Without Poisson sampling, multiply the sample rate of a step by the number of batches that were summed in it.
+
+        Raises:
+            GramianError: with the accountant "gdp", if the rate differs from that of earlier steps.
+        """
         rate = min(1.0, self._rate.sample_rate * max(1, self.progress.passes_since_step))
         accounting = self._ledger.accounting
         if accounting.mechanism == "gdp" and self._ledger.counter.spent and accounting.history[-1][1] != rate:

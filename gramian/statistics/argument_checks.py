@@ -9,7 +9,7 @@ from gramian.core.errors import GramianError
 
 
 def check_real(name: str, value: Any, axes: int = 0) -> None:
-    """Raise GramianError unless `value`, the argument `name`, is a tensor of real numbers with `axes` axes or more."""
+    """Raise GramianError unless `value`, the argument `name`, is a tensor of real numbers with at least `axes` axes."""
     if not isinstance(value, Tensor) or value.is_complex() or value.dim() < axes:
         got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         rows = " with one row for each observation" * bool(axes)

@@ -1,4 +1,7 @@
-"""Statistics with one result for each sample: their state is {number of the pass: result}, in the order of forwards."""
+"""Statistics with one result for each sample: their state is {number of the pass: result}, in the order of forwards.
+
+A pass is one forward of the model and the backward through it.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +13,7 @@ from gramian.taps.roles import ParameterInfo
 
 
 class ByPass:
-    """Base of statistics whose state is {number of the pass: one result per sample}."""
+    """Base of statistics whose state is {number of the pass (a forward and its backward): one result per sample}."""
 
     per_sample = True
 
@@ -19,12 +22,12 @@ class ByPass:
         return {}
 
     def add(self, sums: dict[int, Any], record: ParameterRecord, values: Tensor) -> None:
-        """Add one parameter's part, `values`, to the tensor of its pass; parameters may be on several devices."""
+        """Add one parameter's part, `values` with one entry per sample, to the tensor of its pass, on that tensor's device."""
         number = record.info.number
         sums[number] = values if number not in sums else sums[number] + values.to(sums[number].device)
 
     def count(self, sums: dict[int, Any], samples: int) -> None:
-        """Do nothing with the number of samples: the results have one entry for each."""
+        """Do nothing with the number of samples: the results already have one entry for each."""
 
     def forget(self, sums: dict[int, Any], number: int) -> None:
         """Remove the results of the pass `number`, whose backward failed half-way."""

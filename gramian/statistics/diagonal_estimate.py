@@ -2,8 +2,8 @@
 
 diag F = E[g ⊙ g] is a mean over samples, so its standard error is that of a mean over samples. Every sample's squares are one
 observation, in float64, since squares of squares leave the range of float32; the result and its error do not depend on how the
-samples were split into batches, captures or processes. Moments of batch means would, and the square of a batch's mean gradient
-does not estimate the Fisher at all: it shrinks as the batch grows.
+samples were split into batches, captures (`with` blocks) or processes. Moments of batch means would depend on it, and the
+square of a batch's mean gradient does not estimate the Fisher at all: it shrinks as the batch grows.
 """
 
 from collections.abc import Mapping
@@ -37,8 +37,8 @@ class DiagonalFisherEstimate:
     ```
 
     There is no floor and no clamp: a parameter that no sample touches has exactly 0. Cost of a capture: 2·T·M·N FLOPs per
-    sample of a linear layer, gradients written out a chunk of samples at a time. State: 16 bytes per parameter, 24 with an
-    average.
+    sample for a linear layer with T tokens and a weight of M×N; per-sample gradients are formed a chunk of samples at a time.
+    State: 16 bytes per parameter element, 24 with a moving average.
     """
 
     def __init__(
@@ -50,11 +50,15 @@ class DiagonalFisherEstimate:
         """Create an estimate without samples.
 
         Args:
-            per: what is squared, as in `DiagonalFisher`: a sample's gradient, or that of each of its tokens, then summed.
-            ema_decay: β of a moving average over captures beside the mean; None: no average.
+            per: what is squared, as in `DiagonalFisher`: "sample": a sample's gradient; "token": the gradient of each of its
+                tokens, and the squares are summed over tokens.
+            ema_decay: decay β of a moving average over captures, beside the mean; None: no moving average.
             reduce: a linear function of (parameter, its diagonal), such as sums over rows or heads (`by_row`, `by_head`), that
                 is applied to every sample's squares. The state is as small as its results, and errors are those of the sums
                 themselves, which do not follow from errors of entries. None: every entry.
+
+        Raises:
+            GramianError: for another value of an argument.
         """
         if per not in ("sample", "token"):
             raise GramianError(f'per: expected "sample" or "token", got "{per}"')
@@ -62,12 +66,12 @@ class DiagonalFisherEstimate:
             raise GramianError(f"reduce: got {reduce!r}; expected a function of (parameter, its diagonal), or None")
         self.per, self.reduce = per, reduce
         self.moments = WeightedMoments()
-        """Moments of the squared gradients over samples, for each parameter over the captures in which it trained."""
+        """Moments of the squared gradients over samples; for each parameter, over the captures in which it was trainable."""
         self.average = None if ema_decay is None else MovingAverage(ema_decay)
         """Moving average of the captures' means, each weighted by its number of samples; None without `ema_decay`."""
         self.samples = 0
         self.dropped = 0
-        """Number of captures that were left out because a square was not finite, or beyond `LARGEST`."""
+        """Number of captures that were left out because a squared gradient was not finite or above `LARGEST`."""
 
     # ---- estimation --------------------------------------------------------------------------------------------------
 
@@ -86,11 +90,11 @@ class DiagonalFisherEstimate:
 
         Args:
             model: the user's model, or any wrapper of it.
-            *statistics: statistics that share the backward; the capture has their results.
-            loss_reduction: this and all that follow as in `gramian.observe`.
-            batch_size: B.
-            sample_ids: [B] or [B, T].
-            loss_scale: a number or the `GradScaler`.
+            *statistics: further statistics of the same backwards; the capture returned has their results.
+            loss_reduction: "mean" or "sum" over the samples of the batch, or the coefficient of one sample's loss.
+            batch_size: B, if it is not the first axis of the model's first tensor argument; None: it is.
+            sample_ids: [B] or [B, T]: number of the sample that each row or token belongs to; None: row i is sample i.
+            loss_scale: the factor of the loss before `backward`, or the `GradScaler` that multiplies by it.
             process_group: add the samples of all these processes, on each of them (collective); None: only of this one.
             audit: compare with autograd's gradients in every backward.
         """
@@ -107,7 +111,10 @@ class DiagonalFisherEstimate:
         )
 
     def _take(self, moments: WeightedMoments) -> None:
-        """Add the samples of one capture, given as moments, all or none; their tensors are stored, not copied."""
+        """Add the samples of one capture, given as moments; their tensors are stored, not copied.
+
+        Nothing but `dropped` changes if a square is out of range; a `GramianError` if a shape has changed.
+        """
         self.moments.check_shapes(moments)
         if not all(_in_range(moment) for moment in moments.moments.values()):
             self.dropped += 1
@@ -123,8 +130,8 @@ class DiagonalFisherEstimate:
         """Add the samples of another estimate, which is not changed, as if they had been seen by this one.
 
         Raises:
-            GramianError: if the other squares or reduces to something else, or one of them has a moving average, which
-                depends on the order; nothing is added.
+            GramianError: if the other has another `per` or other shapes, or one of them has a moving average, which depends on
+                the order; nothing is added.
         """
         if not isinstance(other, DiagonalFisherEstimate):
             raise GramianError(f"merge: got {type(other).__name__}; expected a DiagonalFisherEstimate")
@@ -139,15 +146,19 @@ class DiagonalFisherEstimate:
     # ---- results -----------------------------------------------------------------------------------------------------
 
     def diagonal(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-        """{parameter: mean over all samples of the squared gradient}, of the parameter's shape.
+        """{parameter: mean over all samples of the squared gradient}, of the parameter's shape or that of `reduce`'s result.
 
         Args:
-            dtype: float64 or float32; narrower ones flush such squares to zero.
+            dtype: float64 or float32; others raise a `GramianError`, since narrower ones flush such squares to zero.
         """
         return _as(self.moments.mean(), dtype)
 
     def moving_average(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-        """{parameter: debiased moving average over captures of the squared gradient}, in `dtype`, float64 or float32."""
+        """{parameter: debiased moving average over captures of the squared gradient}, in `dtype`, float64 or float32.
+
+        Raises:
+            GramianError: for another dtype, or if the estimate has no `ema_decay`.
+        """
         if self.average is None:
             raise GramianError("ema_decay: was not given; expected it for a moving average")
         return _as(self.average.value(), dtype)
@@ -159,7 +170,11 @@ class DiagonalFisherEstimate:
     def interval(self, level: float = 0.95) -> dict[str, tuple[Tensor, Tensor]]:
         """{parameter: (low, high)}, confidence intervals of `diagonal` entry by entry, by Student's t.
 
-        Squares have long tails: with few samples, or entries that few samples touch, fewer intervals than `level` cover.
+        Squares have long tails: with few samples, or for entries that few samples touch, a smaller share than `level` of the
+        intervals contains the true value.
+
+        Raises:
+            GramianError: unless `level` is between 0 and 1 and scipy is installed.
         """
         return self.moments.interval(level)
 
@@ -173,7 +188,11 @@ class DiagonalFisherEstimate:
         return {**state, "counts": torch.tensor([self.samples, self.dropped, self.per == "token"])}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load the `state_dict` of an estimate with these options; an invalid state raises and changes nothing."""
+        """Load the `state_dict` of an estimate with the same `per` and `ema_decay`.
+
+        Raises:
+            GramianError: for any other state; nothing is changed then.
+        """
         check_state(state)
         if "counts" not in state or ("average.clock" in state) != (self.average is not None):
             raise GramianError("state: is that of another estimate; expected the same per and ema_decay")
@@ -197,7 +216,7 @@ class DiagonalFisherEstimate:
 
 
 def _in_range(moment: WeightedMoment) -> bool:
-    """True if mean and mean squared deviation of a moment show squares up to `LARGEST`; False for larger ones and NaN."""
+    """True if mean and summed squared deviations of a moment show that all squares are at most `LARGEST`; False for NaN."""
     most = moment.weights.observations * LARGEST**2
     return bool(((moment.mean <= LARGEST) & (moment.deviations <= most)).all())
 
@@ -209,7 +228,7 @@ def _as(values: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 class FisherCapture(Capture):
-    """The capture that `DiagonalFisherEstimate.capture` returns."""
+    """The capture that `DiagonalFisherEstimate.capture` returns: at its end it adds the observed samples to the estimate."""
 
     def __init__(
         self, estimate: DiagonalFisherEstimate, model: nn.Module, *statistics: Statistic, **options: Any

@@ -20,9 +20,10 @@ class DiagonalFisher(AdditiveStatistic):
     seen[fisher]["fc.weight"]
     ```
 
-    Per sample, g_i is summed over the sample's tokens and over all uses of a parameter before it is squared; linear layers
-    with several tokens form it a chunk of samples at a time (2·T·M·N FLOPs per sample). Per token, every use
-    of every token is squared by itself, (G⊙G)ᵀ(A⊙A), as K-FAC's expand setting reads it, and N counts samples still.
+    Per sample, g_i is summed over the sample's T tokens and over all uses of a parameter before it is squared; linear layers
+    M×N with several tokens form it a chunk of samples at a time (2·T·M·N FLOPs per sample). Per token, every use of every token
+    is squared by itself: (G⊙G)ᵀ(A⊙A) with inputs A and output gradients G, as in K-FAC's expand setting; N is still the number
+    of samples.
     """
 
     needs: Needs = "parameter"
@@ -30,7 +31,7 @@ class DiagonalFisher(AdditiveStatistic):
     per_parameter = True
 
     def __init__(self, per: Literal["sample", "token"] = "sample") -> None:
-        """Set what is squared: the gradient of each "sample" or of each "token"."""
+        """Set what is squared: the gradient of each "sample" or of each "token"; another value raises a `GramianError`."""
         if per not in ("sample", "token"):
             raise GramianError(f'per: expected "sample" or "token", got "{per}"')
         self.per = per

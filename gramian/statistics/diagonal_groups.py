@@ -13,13 +13,21 @@ from gramian.core.errors import GramianError
 
 
 def by_row(diagonal: Tensor) -> Tensor:
-    """Sums of a diagonal over all axes but the first: outputs of `nn.Linear` and convolutions, tokens of an embedding. [N]."""
+    """Sums of a diagonal over all axes but the first, [N]; [1] for a single number.
+
+    Rows are the outputs of `nn.Linear` and convolutions, and the tokens of an embedding. An argument that is not a tensor
+    raises a `GramianError`.
+    """
     _check_diagonal(diagonal)
     return diagonal.reshape(diagonal.shape or (1,)).unsqueeze(1).flatten(1).sum(1)
 
 
 def by_column(diagonal: Tensor) -> Tensor:
-    """Sums of a diagonal over all axes but the second: inputs of `nn.Linear`, outputs of a Hugging Face `Conv1D`. [N]."""
+    """Sums of a diagonal over all axes but the second, [N]: inputs of `nn.Linear`, outputs of a Hugging Face `Conv1D`.
+
+    Raises:
+        GramianError: if the diagonal is not a tensor with two axes or more.
+    """
     _check_diagonal(diagonal)
     if diagonal.dim() < 2:
         raise GramianError(f"diagonal: has shape {list(diagonal.shape)}; expected two axes or more")
@@ -31,12 +39,16 @@ def by_head(diagonal: Tensor, heads: int, dim: int = 0, fused: int = 1) -> Tenso
 
     Args:
         diagonal: the diagonal of a projection's weight or bias.
-        heads: H, whose features lie next to each other; of keys and values their own number, where they share heads.
-        dim: the axis of the heads' features: 0 for q, k and v of `nn.Linear` and their biases, 1 for the projection out.
-        fused: projections that lie one after another along that axis, such as 3 of q, k and v in one weight.
+        heads: number H of heads; the features of a head lie next to each other. Where queries share key and value heads, give
+            keys and values their own number.
+        dim: the axis of the heads' features: 0 for q, k and v of `nn.Linear` and their biases, 1 for the output projection.
+        fused: number of projections that lie one after another along that axis, such as 3 for q, k and v in one weight.
 
     Returns:
         [H], or [fused, H]; [1] of a single number, which belongs to no head.
+
+    Raises:
+        GramianError: if `heads` times `fused` does not divide the axis, or for an argument of another type.
     """
     _check_diagonal(diagonal)
     for field, number in (("heads", heads), ("dim", dim), ("fused", fused)):

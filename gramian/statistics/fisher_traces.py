@@ -2,8 +2,9 @@
 
 Legend: B samples, T tokens, M×N a weight.
 
-A token's part in the gradient of y_t = W a_t + b is g_t a_tᵀ and g_t, so its part in tr F is ‖g_t‖²(‖a_t‖² + 1): two norms, and
-never a matrix. The sum over tokens and layers, divided by the number of samples, is the trace of `DiagonalFisher("token")`.
+A token with input a_t and output gradient g_t adds g_t a_tᵀ and g_t to the gradients of W and b in y_t = W a_t + b, so its part
+of tr F is ‖g_t‖²(‖a_t‖² + 1): two norms, and never a matrix. The sum over tokens and layers, divided by the number of samples,
+is the trace of `DiagonalFisher("token")`.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from gramian.taps.records import LayerRecord, ParameterRecord
 from gramian.taps.roles import AdditiveStatistic, Needs, ParameterInfo, Sums, means, zero_sums
 
 TracesByPass = dict[int, dict[str, Tensor]]
-"""{number of the pass: {layer: squared gradient norms of its tokens, [B, T]}}."""
+"""{number of the pass (a forward and its backward): {layer: squared gradient norms of its tokens, [B, T]}}."""
 
 
 class TokenTraces(ByPass):
@@ -33,9 +34,9 @@ class TokenTraces(ByPass):
     seen[traces]["fc"]  # [B, T]
     ```
 
-    Every use of a layer counts by itself. A layer without tokens (a convolution, the generic fallback) has one per sample,
-    [B, 1]. Several passes are concatenated along B, shorter ones filled up with zeros. Cost: one read of inputs and output
-    gradients.
+    Every call of a layer is squared by itself. A layer without tokens (a convolution, or one without a formula) has one number
+    per sample, [B, 1]. Several passes are concatenated along B, shorter ones filled up with zeros. Cost: one read of inputs and
+    output gradients.
     """
 
     needs: Needs = "layer"
@@ -66,12 +67,13 @@ class TokenTraces(ByPass):
 
 
 class RowTraces(AdditiveStatistic):
-    """The statistic {parameter: [M]}: (1/N) Σ over tokens of the squared norm of each of the M rows of a token's gradient.
+    """The statistic {parameter: [M]}: squared norm of each row of a token's gradient, summed over tokens, mean over samples.
 
     Used as `TokenTraces`; `seen[rows]["embedding.weight"]` has one number for each token of the vocabulary.
 
     The rows of an embedding and of the output head are tokens of the vocabulary. This equals `by_row` of
-    `DiagonalFisher("token")`, for T·(M+N) in place of T·M·N products, and without memory of the parameter's size.
+    `DiagonalFisher("token")`, for T·(M+N) in place of T·M·N products (T tokens, weight M×N), and without memory of the
+    parameter's size.
     """
 
     needs: Needs = "parameter"

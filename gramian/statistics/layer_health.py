@@ -17,9 +17,9 @@ class LayerHealth:
     activation_norm: float
     """Root mean square of the layer's input; nan if the input is indices."""
     zero_fraction: float
-    """Share of exact zeros among the finite values of the layer's input, a sign of dead units before it; nan for indices."""
+    """Share of exact zeros among the finite values of the layer's input, a sign of dead neurons before it; nan for indices."""
     gradient_norm: float
-    """Root mean square of the gradient of a sample's own loss by the layer's output."""
+    """Root mean square of the gradient of a sample's own loss with respect to the layer's output."""
     nonfinite: int
     """Number of nan and inf in inputs and output gradients; they are left out of the norms."""
 
@@ -77,7 +77,7 @@ class Health(AdditiveStatistic):
 
 
 def _counted(t: Tensor, weights_BT: Tensor | None) -> Tensor:
-    """The tokens of `t` whose weight is not zero, if it has tokens [B, T, …]; else all of it."""
+    """The tokens of `t` [B, T, …] whose weight in `weights_BT` is not zero; all of `t` for other shapes or without weights."""
     if weights_BT is None or t.shape[:2] != weights_BT.shape:
         return t
     return t[weights_BT.to(t.device) != 0]

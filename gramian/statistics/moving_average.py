@@ -1,7 +1,8 @@
 """An exponential moving average of named tensors that is debiased from its first step on.
 
-After step t it is Σ_s β^(t−s) w_s x_s / Σ_s β^(t−s) w_s. Both sums start at 0, and the average divides by the weight that was
-really gathered. The usual correction by 1 − β^t would be wrong where a tensor is first seen later, left out, or weighted.
+After step t it is Σ_s β^(t−s) w_s x_s / Σ_s β^(t−s) w_s, with values x_s, weights w_s and decay β. Both sums start at 0, so the
+average divides by the weight that was really added. The usual correction by 1 − β^t would be wrong where a tensor is first seen
+later, left out, or weighted.
 """
 
 import math
@@ -24,13 +25,13 @@ class MovingAverage:
     average.value()["loss"]
     ```
 
-    Time is the number of updates: what was seen k updates ago counts β^k. A tensor that an update leaves out keeps its value.
-    Averages are not merged, since they depend on the order: pool what belongs to a step (`WeightedMoments.over`), then
-    update.
+    Time is the number of updates: what was seen k updates ago has the factor β^k. A tensor that an update leaves out keeps its
+    value. Averages are not merged, since they depend on the order: join the observations of one step first
+    (`WeightedMoments.over`), then update.
     """
 
     def __init__(self, decay: float) -> None:
-        """Set the decay β in [0, 1); 0 gives the last value seen."""
+        """Set the decay β in [0, 1), otherwise a `GramianError`; with 0 the average is the last value seen."""
         if not isinstance(decay, int | float) or not 0 <= decay < 1:
             raise GramianError(f"decay: expected a number in [0, 1), got {decay!r}")
         self.decay = float(decay)
@@ -46,7 +47,10 @@ class MovingAverage:
 
         Args:
             values: {name: tensor}, of the same shape every time.
-            weight: weight of this step relative to other steps, before any decay.
+            weight: weight of this step relative to other steps, before any decay; 0: the values do not count.
+
+        Raises:
+            GramianError: for an invalid weight or value, or another shape than before; nothing is added.
         """
         checked = check_weight(weight)
         check_mapping("values", values)
@@ -78,7 +82,11 @@ class MovingAverage:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load the `state_dict` of an average with this decay; an invalid state raises and changes nothing."""
+        """Load the `state_dict` of an average with the same decay.
+
+        Raises:
+            GramianError: for any other state; nothing is changed then.
+        """
         check_state(state)
         names = [key.removeprefix("total.") for key in state if key.startswith("total.")]
         wanted = {"clock", *(f"{part}.{name}" for name in names for part in ("total", "weight"))}

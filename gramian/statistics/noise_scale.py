@@ -15,13 +15,16 @@ class NoiseScaleResult:
 
     samples: int
     simple: float
-    """tr Σ / |G|² with |G|² estimated by |ḡ|² of the mean gradient ḡ, which is biased: too low for small batches."""
+    """tr Σ / |G|² with |G|² estimated by |ḡ|² of the mean gradient ḡ, which is too large for few samples, so that the result is
+    too low."""
     unbiased: float
-    """tr Σ / |G|² from unbiased estimates of tr Σ and |G|²; may be negative or inf when there are too few samples."""
+    """tr Σ / |G|² from unbiased estimates of tr Σ and |G|²; may be negative or inf when there are too few samples, nan for one.
+    """
     trace_covariance: float
-    """Unbiased estimate of tr Σ: (Σ‖g_i‖² − n‖ḡ‖²)/(n−1)."""
+    """Unbiased estimate of tr Σ: (Σ‖g_i‖² − n‖ḡ‖²)/(n−1), with per-sample gradients g_i and their mean ḡ; nan for one sample.
+    """
     squared_gradient: float
-    """Unbiased estimate of |G|²: ‖ḡ‖² − tr Σ/n."""
+    """Unbiased estimate of |G|²: ‖ḡ‖² − tr Σ/n, with the mean gradient ḡ of n samples; nan for one sample."""
 
 
 class NoiseScale(AdditiveStatistic):
@@ -34,9 +37,9 @@ class NoiseScale(AdditiveStatistic):
     seen[noise].unbiased
     ```
 
-    Two batch sizes give two unbiased equations, E‖g_b‖² = |G|² + tr Σ/b; here they are b = 1 (per-sample norms) and
-    b = n (all samples seen, over any number of backward passes and processes). Cost: per-sample norms plus one more weight
-    gradient; memory of one gradient. See McCandlish et al. 2018, arXiv:1812.06162.
+    The mean gradient g_b of b samples has E‖g_b‖² = |G|² + tr Σ/b. Two batch sizes give two such equations; here they are b = 1
+    (per-sample norms) and b = n (all samples seen, over any number of backward passes and processes). Cost: per-sample norms
+    plus one more weight gradient; memory of one gradient. See McCandlish et al. 2018, arXiv:1812.06162.
     """
 
     needs: Needs = "parameter"
@@ -53,7 +56,7 @@ class NoiseScale(AdditiveStatistic):
         sums[_SQUARES] += record.squared_norms().sum().to(sums[_SQUARES].device)
 
     def finish(self, sums: Sums) -> NoiseScaleResult:
-        """The `NoiseScaleResult` of all samples, from E‖g_b‖² = |G|² + tr Σ/b at b = 1 and b = n."""
+        """The `NoiseScaleResult` of all n samples, from E‖g_b‖² = |G|² + tr Σ/b at batch sizes b = 1 and b = n."""
         n = int(sums[SAMPLES])
         gradients = [value for key, value in sums.items() if key not in (_SQUARES, SAMPLES)]
         mean_square = float(sums[_SQUARES]) / n if n else 0.0

@@ -13,7 +13,7 @@ from gramian.taps.records import ParameterRecord
 from gramian.taps.roles import Needs
 
 SquaresByPass = dict[int, Tensor]
-"""{number of the pass: squared gradient norm of each sample, summed over parameters, [B]}."""
+"""{number of the pass (a forward and its backward): squared gradient norm of each sample, summed over parameters, [B]}."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,10 @@ class PerSampleNorms(ByPass):
     needs: Needs = "parameter"
 
     def __init__(self, algorithm: Algorithm = "auto") -> None:
-        """Set the algorithm of linear layers with inputs A, gradients G: "auto", "direct" (‖GᵀA‖) or "gram" (⟨AAᵀ, GGᵀ⟩)."""
+        """Set the algorithm of linear layers with inputs A and output gradients G.
+
+        "direct" is ‖GᵀA‖, "gram" ⟨AAᵀ, GGᵀ⟩, "auto" the cheaper one at each shape; another value raises a `GramianError`.
+        """
         if algorithm not in ALGORITHMS:
             raise GramianError(f'algorithm: expected one of {", ".join(ALGORITHMS)}, got "{algorithm}"')
         self.algorithm = algorithm
@@ -65,7 +68,7 @@ class NormCapture(Capture):
 
     @property
     def values(self) -> Tensor:
-        """Norms of all samples seen so far, [B]; an error before the first backward."""
+        """Norms of all samples seen so far, [B]; a `GramianError` before the first backward."""
         if not self._passes:
             raise GramianError("norms: no backward has run yet; expected loss.backward() inside the block")
         norms: Norms = self[self._norms]
@@ -94,17 +97,17 @@ def per_sample_norms(
     Args:
         model: the user's model, or any wrapper of it.
         loss_reduction: "mean" or "sum" over the samples of the batch, or the coefficient of one sample's loss.
-        algorithm: "auto", "direct" or "gram", for linear layers.
-        batch_size: B, if it is not the first axis of the model's first tensor argument.
-        sample_ids: [B] or [B, T]: the unit that each row or token belongs to; None: row i is sample i.
+        algorithm: how linear layers compute norms: "direct", "gram", or "auto" for the cheaper one at each shape.
+        batch_size: B, if it is not the first axis of the model's first tensor argument; None: it is.
+        sample_ids: [B] or [B, T]: number of the sample that each row or token belongs to; None: row i is sample i.
         loss_scale: the factor of the loss before `backward`, or the `GradScaler` that multiplies by it.
         audit: compare with autograd's gradients in every backward.
-        proof: "auto": show on the first batch of every structure of inputs that each row depends on its sample alone; a
-            number: and again after so many forwards; "off": trust the shapes.
+        proof: row proof, which checks that each row of a layer's tensors depends on its sample alone. "auto": on the first
+            batch of every structure of inputs; a number n: also after every n forwards; "off": trust the shapes.
 
     Returns:
         A context manager with `values` ([B], float32, float64 for a float64 model; with "mean", B × the norm of sample i's
-        share of the gradient) and `coverage`.
+        share of the gradient) and `coverage`, which layers were observed and how.
     """
     return NormCapture(
         model,

@@ -1,4 +1,4 @@
-"""Reliability weights of observations: the sums from which variances and errors are formed, and which weights are valid."""
+"""Reliability weights of observations: the sums from which variances and standard errors are formed, and checks of weights."""
 
 import math
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Weights:
 
     @classmethod
     def of(cls, weights_N: Tensor) -> "Weights":
-        """The `Weights` of observations with these weights [N], float64 and above 0."""
+        """The `Weights` of observations with the weights `weights_N` [N], float64 and all above 0."""
         pairs = weights_N[1:] @ weights_N.cumsum(0)[:-1]
         return cls(float(weights_N.sum()), float(weights_N.square().sum()), float(pairs), len(weights_N))
 

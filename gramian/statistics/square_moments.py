@@ -15,7 +15,7 @@ from gramian.taps.records import ParameterRecord
 from gramian.taps.roles import Needs, ParameterInfo
 
 WIDE = 2**20
-"""Number of squares that are in memory in float64 at a time."""
+"""Largest number of squared gradient entries in memory in float64 at a time, if one sample has fewer."""
 Reduction = Callable[[str, Tensor], Tensor]
 """Maps (parameter name, its squared gradient) to sums over groups of its entries."""
 
@@ -36,7 +36,10 @@ class SquareMoments:
     per_sample = True
 
     def __init__(self, per: Literal["sample", "token"], reduce: Reduction | None) -> None:
-        """Set whose gradient is squared ("sample" or "token"), and a function that reduces the squares, or None."""
+        """Set whose gradient is squared ("sample" or "token"), and a linear function of the squares.
+
+        `reduce` maps (parameter name, squares of one sample) to sums over groups of entries; None: every entry.
+        """
         self.per, self.reduce = per, reduce
 
     def start(self, parameters: Mapping[str, ParameterInfo]) -> SquareSums:
@@ -55,7 +58,7 @@ class SquareMoments:
         sums.samples += samples
 
     def merge(self, left: SquareSums, right: SquareSums) -> SquareSums:
-        """The `SquareSums` over the samples of both captures."""
+        """The `SquareSums` over the samples of both states, which are not changed."""
         moments = WeightedMoments()
         for side in (left, right):
             moments.merge(side.moments)
@@ -66,7 +69,10 @@ class SquareMoments:
         return self.completed(copy.deepcopy(sums))
 
     def completed(self, sums: SquareSums) -> WeightedMoments:
-        """Moments of squared gradients over all samples, in place; a parameter that a sample did not use counts as 0."""
+        """Moments of the squared gradients over all samples, in the tensors of `sums`, which is changed.
+
+        A parameter that a sample did not use counts with a square of 0.
+        """
         for name, info in sums.parameters.items():
             used = sums.moments.moments[name].weights.observations if name in sums.moments else 0
             unused = sums.samples - used
@@ -78,7 +84,11 @@ class SquareMoments:
 
 
 def _squares(gradient: PerSampleGradient, per: str, scale: float | Tensor) -> Iterator[Tensor]:
-    """Squared gradients of all samples in chunks [b, *shape], float64, of at most `WIDE` entries or one sample."""
+    """Squared gradients of all samples in chunks [b, *shape], float64, of at most `WIDE` entries or one sample.
+
+    `per` "token": squares of each token's gradient, summed over tokens. `scale` multiplies the gradients before they are
+    squared.
+    """
     for part in gradient.chunks():
         if per == "token":
             for i in range(part.batch):

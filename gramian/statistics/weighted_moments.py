@@ -1,11 +1,11 @@
 """Mean and variance of named tensors that arrive one after another, with weights, over any split of the data.
 
-Weights are reliability weights: they say how much an observation counts beside the others, not how often it was made, so
-that a common factor changes nothing. With W = Σ w, W₂ = Σ w² and C = Σ_{i<j} w_i w_j,
+Weights are reliability weights: they say how much an observation counts beside the others, not how often it was made, so that a
+common factor of all weights changes nothing. With W = Σ w, W₂ = Σ w² and C = Σ_{i<j} w_i w_j,
 
     μ = Σ w x / W,   s² = M₂ / (W − W₂/W) with M₂ = Σ w (x − μ)²,   SE = s / √n_eff,   n_eff = W² / W₂.
 
-W − W₂/W = 2C/W and n_eff − 1 = 2C/W₂: the right sides do not cancel where one weight is nearly all of W.
+They are computed by W − W₂/W = 2C/W and n_eff − 1 = 2C/W₂, which do not cancel where one weight is nearly all of W.
 
 For observations of one variance σ², s² and SE² are unbiased for σ² and the variance of μ. An observation that was made k times
 is k observations. The mean of k samples is one observation of variance σ²/k: give the samples themselves (`extend`), since
@@ -57,7 +57,10 @@ class WeightedMoment:
         self._move(value, Weights(weight, weight**2, 0.0, 1))
 
     def _move(self, mean: Tensor, weights: Weights) -> None:
-        """Add observations with this mean and these weights, whose deviations from their mean were added before."""
+        """Add observations, given by their mean and weights, to mean and weights.
+
+        The observations' own squared deviations must have been added to `deviations` before.
+        """
         both = self.weights + weights
         shift = mean.to(self.mean) - self.mean
         self.deviations.addcmul_(shift, shift, value=self.weights.total * weights.total / both.total)
@@ -70,7 +73,7 @@ class WeightedMoment:
 
 
 class WeightedMoments:
-    """Weighted means and variances of named tensors; each tensor has its own weights, from its first observation on.
+    """Weighted means and variances of named tensors; each has its own sum of weights, and updates may leave tensors out.
 
     ```python
     moments = WeightedMoments()
@@ -97,6 +100,9 @@ class WeightedMoments:
         Args:
             values: {name: tensor}, of the same shape every time.
             weight: weight of all of them; 0: they do not count.
+
+        Raises:
+            GramianError: for an invalid weight or value, or another shape than before; nothing is added.
         """
         checked = check_weight(weight)
         check_mapping("values", values)
@@ -115,8 +121,11 @@ class WeightedMoments:
         """Add several observations of each of the named tensors at once.
 
         Args:
-            rows: {name: [n, *shape]}.
+            rows: {name: [n, *shape]}, one observation per row.
             weights: [n], weights of the rows; None: all 1. Rows of weight 0 do not count, whatever their values.
+
+        Raises:
+            GramianError: for invalid weights or rows, or another shape than before; nothing is added.
         """
         check_mapping("rows", rows)
         for name, rows_N in rows.items():
@@ -135,7 +144,11 @@ class WeightedMoments:
                 self.add(name, _of_rows(rows_N.detach().double(), w_N))
 
     def merge(self, other: "WeightedMoments") -> None:
-        """Add all observations of `other`, which is not changed; none if a tensor has another shape there."""
+        """Add all observations of `other`, which is not changed.
+
+        Raises:
+            GramianError: if `other` is not a `WeightedMoments`, or a tensor has another shape there; nothing is added.
+        """
         if not isinstance(other, WeightedMoments):
             raise GramianError(f"merge: got {type(other).__name__}; expected WeightedMoments")
         self.check_shapes(other)
@@ -143,7 +156,11 @@ class WeightedMoments:
             self.add(name, moment if name in self else moment.copy())
 
     def add(self, name: str, moment: WeightedMoment) -> None:
-        """Add observations of tensor `name`, given as their moments; the first ones are stored as they are, not copied."""
+        """Add observations of tensor `name`, given as their moments; the first ones are stored as they are, not copied.
+
+        Raises:
+            GramianError: if the tensor had another shape before.
+        """
         mine = self._known(name, moment.mean.shape)
         if mine is None:
             self.moments[name] = moment
@@ -156,7 +173,7 @@ class WeightedMoments:
             self._known(name, moment.mean.shape)
 
     def _known(self, name: str, shape: torch.Size) -> WeightedMoment | None:
-        """The moment of tensor `name`, None if there is none yet; an error if it has another shape."""
+        """The moment of tensor `name`; None if there is none yet. A `GramianError` if it has another shape than `shape`."""
         mine = self.moments.get(name)
         if mine is not None and mine.mean.shape != shape:
             raise GramianError(f"{name}: has shape {list(shape)}; expected {list(mine.mean.shape)}, as before")
@@ -165,12 +182,12 @@ class WeightedMoments:
     def over(self, process_group: Any = None) -> "WeightedMoments":
         """The moments of the observations of all processes, the same on each; this object is not changed. Collective.
 
-        The means are joined first, so that deviations are taken from the common mean; all of them as differences from the
-        mean of the process with the largest weight, which is not rounded. Traffic: a broadcast of 8 and an all-reduce of 16
-        bytes per entry; a tensor that some processes have not seen takes part with weight 0.
+        The common mean is computed first, and deviations are taken from it. All means enter as differences from the mean of the
+        process with the largest weight, which therefore is not rounded. Traffic: a broadcast of 8 and an all-reduce of 16 bytes
+        per entry; a tensor that some processes have not seen takes part there with weight 0.
 
         Args:
-            process_group: None: all processes.
+            process_group: the processes; None: all processes.
 
         Raises:
             GramianError: on all processes, if shapes differ among them.
@@ -223,18 +240,21 @@ class WeightedMoments:
         """{name: confidence interval of the mean}, entry by entry: μ ± t·SE, with t Student's quantile at n_eff − 1.
 
         Args:
-            level: share of such intervals that hold the true mean, where observations are nearly normal or many.
+            level: share of such intervals that contain the true mean, where observations are nearly normal or many.
 
         Returns:
-            {name: (low, high)}, float64; NaN after one observation. Infinite where one weight is nearly all, n_eff − 1 below
-            0.01, and the observations differ.
+            {name: (low, high)}, float64; NaN after one observation. Infinite where the observations differ and one weight is
+            nearly all (n_eff − 1 below 0.01).
+
+        Raises:
+            GramianError: unless `level` is between 0 and 1 and scipy is installed.
         """
         if not isinstance(level, Real) or not 0 < level < 1:
             raise GramianError(f"level: expected a number between 0 and 1, got {level!r}")
         try:
             from scipy.special import stdtrit
         except ImportError:
-            raise GramianError("scipy: is not installed; expected it for intervals") from None
+            raise GramianError("interval: scipy is not here; expected gramian[privacy], or scipy installed") from None
         found = {}
         for name, moment in self.moments.items():
             freedom, error = moment.weights.freedom, moment.standard_error()
@@ -258,7 +278,11 @@ class WeightedMoments:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a value of `state_dict`; an invalid one raises and changes nothing."""
+        """Load a result of `state_dict`.
+
+        Raises:
+            GramianError: for any other state; nothing is changed then.
+        """
         check_state(state)
         found = {}
         names = [key.removeprefix("mean.") for key in state if key.startswith("mean.")]
@@ -278,9 +302,9 @@ class WeightedMoments:
 
 
 def _of_rows(rows_N: Tensor, weights_N: Tensor | None) -> WeightedMoment:
-    """The moments of the rows [n, *shape] with these weights (None: 1): two passes over the rows, so that nothing cancels.
+    """The moments of the rows [n, *shape] with these weights (None: all 1), in two passes, so that nothing cancels.
 
-    With weights a third, which takes the rounding of the mean out: a weight of 1e20 makes much of its square.
+    With weights a third pass removes the rounding error of the mean, which a weight of 1e20 would multiply in the deviations.
     """
     if weights_N is None:
         mean = rows_N.mean(0)

@@ -1,8 +1,8 @@
-"""The capture: taps on every layer read its inputs and output gradients in a backward pass, once, for all statistics.
+"""Capture of per-sample gradients: taps read inputs and output gradients of all layers once per backward, for all statistics.
 
-`hub_of(model)` has the taps of a model, `Capture` lets statistics observe it, a `Site` defines how one kind of layer is
-tapped,
-and the row proof (`gramian.taps.proof`) shows that rows are attributed to the right samples.
+A tap is the replaced forward of one layer. `hub_of(model)` returns the `Hub` that owns the taps of a model, `Capture` lets
+statistics observe it, and a `Site` defines how one kind of layer is tapped. The row proof (`gramian.taps.proof`) checks that
+rows are attributed to the right samples.
 """
 
 from gramian.taps.capture import Capture

@@ -1,19 +1,15 @@
-"""The audit: the gradient computed from the taps must be autograd's, for every trainable parameter, in every backward.
+"""The audit: a check in every backward that parameter gradients computed from the taps are equal to autograd's.
 
-The sum Σ_i g_i of the taps' per-sample gradients is compared with the gradient that reaches the parameter in this backward,
-before any reduction over processes. It catches a weight used outside its layer, a wrong orientation, double counts,
-forgotten
-uses and a penalty on the weights that enters the loss, in one comparison.
+The sum Σ_i g_i of the taps' per-sample gradients is compared with the gradient that autograd computes for the parameter in this
+backward, before any reduction over processes. They differ if a weight is used outside its layer, has the wrong orientation, has
+uses that are forgotten or counted twice, or is in a penalty term of the loss.
 
-The first time a parameter gets a gradient, the entire gradients are compared. Cost: one more weight gradient, once. After
-that
-one parameter in sixteen is compared in each backward, by turns: a penalty on all weights shows at once, one on a single
-weight
-within sixteen backwards. Both gradients are projected on random directions: their difference Δ shows as numbers of mean 0
-and variance ‖Δ‖². Cost: one pass over the gradient and over the tensors that the taps read, and one wait for the device at
-the
-end of the backward. No collective runs, except in a tensor-parallel model, whose backward is one anyway and of which first
-gradients alone are compared.
+The first time a parameter gets a gradient, the entire gradients are compared. Cost: one more weight gradient, once. After that
+one parameter in sixteen is compared in each backward, in turn: a penalty on all weights is found at once, one on a single
+weight within sixteen backwards. Both gradients are then projected on random directions, and the projections of their difference
+Δ have mean 0 and variance ‖Δ‖². Cost: one pass over the gradient and over the tensors that the taps read, and one wait for the
+device at the end of the backward. Collectives run only for a tensor-parallel model, whose backward runs some anyway; of such a
+model only the first, entire gradients are compared.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -34,7 +30,7 @@ from gramian.taps.records import ParameterRecord
 from gramian.taps.roles import ParameterInfo
 
 AGREES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
-"""Largest relative difference between a parameter's gradient by taps and autograd's, by the narrowest dtype in either."""
+"""Largest relative difference between the taps' gradient of a parameter and autograd's, by the narrowest dtype in either."""
 PROJECTED = 8
 """Largest allowed root-mean-square difference of projected gradients, as a multiple of the expected rounding error."""
 TENSOR_FLOAT_32 = 2.0**-10
@@ -45,16 +41,16 @@ TINY = torch.finfo(torch.float32).tiny
 
 @dataclass
 class Projections:
-    """Projections of one backward's gradients, by taps and by autograd, on K random directions per parameter."""
+    """Projections of one backward's gradients, the taps' and autograd's, on K random directions for each parameter."""
 
     directions: dict[tuple[tuple[int, ...], torch.device], Directions]
     """Random directions by parameter shape and device; the model's hub stores them, so that they are drawn once."""
     tensor_float_32: bool
     """True if the user's own products of float32 matrices may be rounded to TF32; inside a backward, taps switch that off."""
     explained: dict[str, list[Tensor]] = field(default_factory=dict)
-    """{parameter: terms [n, K], for each of its records, whose sum is the projected gradient by the taps}."""
+    """{parameter: terms [n, K] for each of its records}; their sum is the taps' gradient, projected on K directions."""
     arrived: dict[str, list[Tensor]] = field(default_factory=dict)
-    """{parameter: G v_k [M, K] of each gradient G, seen as [M, N], that autograd computed}."""
+    """{parameter: [M, K], the products G v_k of each gradient G [M, N] that autograd computed with K random vectors v_k}."""
     _rounding: dict[str, float] = field(default_factory=dict)
     """{parameter: relative rounding error ε of the products that made its gradient}."""
     _sequential: set[str] = field(default_factory=set)
@@ -78,13 +74,13 @@ class Projections:
         self._round(name, gradient.dtype, gradient.device, gradient.dim())
 
     def disagreement(self) -> str | None:
-        """Name of the first parameter whose projections by taps and by autograd differ, else None. Waits for the device once.
+        """Name of the first parameter whose projected gradients, the taps' and autograd's, differ; None: none does.
 
-        Allowed rounding error, in the mean over directions: a product that is rounded, or taken of rounded operands, is off
-        by ε
-        times its norm. A sum of n terms of one sign, added one after the other, is off by some ε n times their norm, with ε
-        of the
-        accumulator: float32 for products of matrices and on a GPU; on a CPU tables, biases and norms add in their own dtype.
+        The root mean square of the difference over directions may be PROJECTED times the expected rounding error. A product
+        that is rounded, or has rounded operands, has an error of ε times its norm. A sum of n terms of one sign, added one
+        after the other, has an error of ε·n times their norm, with the ε of the accumulator. This is float32 for products of
+        matrices and on a GPU; on a CPU, gradients of embedding tables, biases and norms are added in their own dtype. Waits for
+        the device once.
         """
         if not self.arrived:
             return None
@@ -115,7 +111,10 @@ class Projections:
         return self.directions[shape, device]
 
     def _round(self, name: str, dtype: torch.dtype, device: torch.device, axes: int) -> None:
-        """Record the coarsest rounding ε of a parameter's products; convolutions (`axes` > 2) have their own TF32 switch."""
+        """Record the coarsest rounding ε of the products that made a gradient of this dtype with this number of axes.
+
+        Convolutions (`axes` > 2) have a TF32 switch of their own.
+        """
         eps = torch.finfo(dtype).eps
         rounds = self.tensor_float_32 or (axes > 2 and torch.backends.cudnn.allow_tf32)
         if device.type == "cuda" and dtype == torch.float32 and rounds:
@@ -124,9 +123,10 @@ class Projections:
 
 
 def _sums_and_norms(groups: list[list[Tensor]], signs: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """Sums [groups, K] of groups of rows [rows, K], and roots of the mean over K of their sums of squares [groups]; float64.
+    """For groups of tensors [rows, K]: the sum of each group's rows [groups, K], and the norm of its rows [groups]; float64.
 
-    Rows enter the sums with the factors `signs`, one tensor for each part of each group; None: 1.
+    The norm is the square root of Σ rows² / K. In the sums (not in the norms) each tensor is multiplied by its entry of
+    `signs`, a tensor of the same shape; None: by 1.
     """
     device = groups[0][0].device
     flat = torch.cat([part.to(device) for parts in groups for part in parts]).double()
@@ -139,7 +139,7 @@ def _sums_and_norms(groups: list[list[Tensor]], signs: list[Tensor] | None = Non
 
 
 class Audit:
-    """Compares, for one backward, each parameter's gradient as computed from the taps with autograd's."""
+    """Compares, for one backward, each parameter's gradient as computed from the taps on its layers with autograd's."""
 
     def __init__(
         self,
@@ -154,15 +154,15 @@ class Audit:
         Args:
             parameters: the parameters to compare.
             projections: receives the projections of this backward.
-            known: parameters whose entire gradient was compared before; projections are compared now.
-            tensor_parallel: processes that took a share of the samples each, whose gradients by taps are added up.
-            listens: returns False while a proof runs the model untapped; gradients of such a run are ignored.
+            known: parameters whose entire gradient was compared before, so that only projections are compared now.
+            tensor_parallel: processes that each computed the taps' gradients of a share of the samples, which are summed over
+                them; None: this process has all of its samples.
+            listens: returns False while a proof runs the model without taps; gradients of such a run are ignored.
         """
         self._tensor_parallel, self._listens = tensor_parallel, listens
         self._known, self._projections = known, projections
         self._rounding: dict[str, tuple[Tensor, torch.dtype, int]] = {}
-        """{parameter: upper bound of the sum of its terms' norms, their narrowest dtype, number of terms added in that dtype}.
-        """
+        """{parameter: (upper bound of the norm of its gradient, its narrowest dtype, number of terms added in that dtype)}."""
         self._totals: dict[str, Tensor] = {}
         self._arrived: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
@@ -171,7 +171,11 @@ class Audit:
         self._names = dict.fromkeys(parameters)
 
     def watch(self, name: str, tensor: Tensor) -> None:
-        """Hook `tensor` to read the local gradient of parameter `name` (under FSDP2 the unsharded weight of the forward)."""
+        """Hook `tensor`, which the forward uses as parameter `name`, to read autograd's gradient of it on this process.
+
+        Under FSDP2 it is the gathered weight. Tensors that are hooked already, are not to be compared or get no gradient are
+        ignored.
+        """
         known = name not in self._names or id(tensor) in self._watched
         if not known and tensor.requires_grad and tensor.is_leaf and self._is_read(tensor):
             self._watched[id(tensor)] = tensor
@@ -183,7 +187,7 @@ class Audit:
             self._handles.append(handle)
 
     def _is_read(self, tensor: Tensor) -> bool:
-        """True for a tensor that a forward reads: plain, or tensor parallel; False for FSDP2's shards."""
+        """True for a tensor that a forward computes with: plain, or tensor parallel; False for FSDP2's shards."""
         if not isinstance(tensor, DTensor):
             return True
         return self._tensor_parallel is not None and tensor.device_mesh == self._tensor_parallel.mesh
@@ -222,10 +226,10 @@ class Audit:
         self._arrived[name] = self._arrived[name] + gradient if name in self._arrived else gradient.clone()
 
     def verdict(self) -> frozenset[str]:
-        """Compare the gradients by taps with autograd's after the backward, and remove the hooks.
+        """Compare the taps' gradients with autograd's after the backward, and remove the hooks.
 
         A parameter that this backward did not differentiate (`torch.autograd.grad` with respect to inputs), or whose
-        gradient is not finite, is left for a later one.
+        gradient is not finite, is compared in a later backward.
 
         Returns:
             The parameters whose entire gradients were compared.

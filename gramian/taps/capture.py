@@ -56,17 +56,19 @@ class Capture:
             *statistics: the statistics to compute; all share one backward.
             loss_reduction: "mean" or "sum" over the samples of the batch, or the coefficient of one sample's loss.
             batch_size: B, if it is not the first axis of the model's first tensor argument.
-            sample_ids: [B] or [B, T]: the unit that each row or token belongs to; None: row i is sample i.
+            sample_ids: [B] or [B, T]: number of the unit (what counts as one sample: a user, a packed document) that each row
+                or token belongs to; None: row i is sample i.
             token_weights: [B, T], zero for tokens (padding, prompts) that statistics of activations leave out; gradients do
                 not depend on it. None: all tokens count.
             loss_scale: the factor of the loss before `backward`, or the `GradScaler` that multiplies by it.
             process_group: sum the statistics over these processes on leaving the block (collective); None: this one only.
-            audit: compare with autograd's gradients in every backward.
-            proof: "auto": show on the first batch of every structure of inputs that each row depends on its sample alone,
-                where a statistic tells samples apart; a number: and again after so many backwards; "off": trust the shapes.
+            audit: check in every backward that the gradients computed by the taps sum to autograd's gradients.
+            proof: the row proof, a check that each row depends on its own sample alone, if a statistic needs per-sample
+                gradients. "auto": on the first batch of every structure of inputs; a number n: also on every n-th forward;
+                "off": never, rows are attributed to samples by their place in the batch.
 
         Raises:
-            GramianError: for an argument that is not one of these.
+            GramianError: for an invalid argument, no statistic, the same one twice, or a wrapper that is not supported.
         """
         check_proof(proof)
         if not isinstance(model, nn.Module):
@@ -99,7 +101,11 @@ class Capture:
     # ---- the block ----------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        """Install the taps, start the sums of all statistics, and begin to audit; a capture can be entered once."""
+        """Install the taps, set the sums of all statistics to zero, and prepare the first audit.
+
+        Raises:
+            GramianError: if the capture was entered before, or the model cannot be tapped.
+        """
         if self._state != "new":
             raise GramianError("capture: was entered before; expected a new capture for every with block")
         self._hub.attach(self)
@@ -110,7 +116,10 @@ class Capture:
         return self
 
     def _new_audit(self) -> Audit | None:
-        """Audit of the next backward: new parameters, and known ones by turns; None if off or no weight gradient is formed."""
+        """Audit of the next backward: of parameters never audited, and of others in turn; None if audits are off or withheld.
+
+        Audits are withheld while the model's gradient rule lets autograd form no weight gradients.
+        """
         hub = self._hub
         tensor_parallel, known = hub.tensor_parallel, hub.audited
         turns = max(1, min(TURNS, len(hub.parameters)))
@@ -131,7 +140,11 @@ class Capture:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Remove the taps, also after an error; without one, sum the statistics over `process_group`."""
+        """Remove the taps, also after an error; if there was none, sum the statistics over `process_group`.
+
+        Raises:
+            GramianError: if there is no process group and no backward ran inside the block.
+        """
         covers = self._coverage()
         self._state = "closed"
         if self._audit is not None:
@@ -152,7 +165,7 @@ class Capture:
             )
 
     def next(self, *, sample_ids: Tensor | None = None, token_weights: Tensor | None = None) -> None:
-        """Set the sample ids and token weights of the next forward of this block."""
+        """Set sample ids and token weights for the next forwards; None: each row is a sample, and all tokens count."""
         self.sample_ids, self._token_weights = sample_ids, token_weights
 
     # ---- results ------------------------------------------------------------------------------------------------------
@@ -161,7 +174,7 @@ class Capture:
         """The result so far of `statistic`, one of the statistics of this capture.
 
         Raises:
-            GramianError: if the statistic is not part of this capture or no backward has run.
+            GramianError: if the statistic is not part of this capture, the block was not entered, or a backward failed.
         """
         result = statistic.finish(self._sums_of(statistic))
         reduced = self._state == "closed" and self._group is not None  # the same on every process
@@ -175,7 +188,7 @@ class Capture:
         """A copy of the sums behind a statistic's result, which `merge` of the statistic adds to those of other captures.
 
         Raises:
-            GramianError: if the statistic is not part of this capture.
+            GramianError: if the statistic is not part of this capture, the block was not entered, or a backward failed.
         """
         return copy.deepcopy(self._sums_of(statistic))
 
@@ -214,7 +227,11 @@ class Capture:
     # ---- listening ----------------------------------------------------------------------------------------------------
 
     def pass_info(self, number: int, batch: int) -> PassInfo:
-        """Begin pass `number` of `batch` rows: returns its sample ids, token weights and loss scaling for this capture."""
+        """Begin pass `number` (a forward and its backward) of `batch` rows; returns its units, token weights and scaling.
+
+        Raises:
+            GramianError: if sample ids or token weights do not fit the batch.
+        """
         self._audit = self._audit or self._new_audit()
         units = None if self.sample_ids is None else Units.of(self.sample_ids, batch)
         reduction = self._loss_reduction
@@ -225,7 +242,7 @@ class Capture:
         return PassInfo(number, batch, units, self.sample_ids, weights, factor, self._loss_scale)
 
     def layer(self, record: LayerRecord) -> None:
-        """Update the statistics that need layer records with one use of a layer."""
+        """Update the statistics that need layer records with one call of a layer."""
         for statistic, sums in zip(self.statistics, self._sums, strict=True):
             if statistic.needs == "layer":
                 statistic.update(sums, record)
@@ -241,7 +258,7 @@ class Capture:
                 statistic.update(sums, record)
 
     def watch(self, parameter: str, tensor: Tensor) -> None:
-        """Let the audit read the gradient of the tensor that a forward uses for the parameter of this name."""
+        """Let the audit hook the tensor that a forward uses for the parameter of this name, to read its gradient."""
         if self._audit is not None:
             self._audit.watch(parameter, tensor)
 
@@ -257,7 +274,7 @@ class Capture:
                 self._failed.append(statistic)
 
     def proof_is_due(self) -> bool:
-        """Count a forward; True if `proof` is a number n and this is an n-th one, so that the row proof is to be repeated."""
+        """Count a forward; True if `proof` is a number n and divides the count, so that the row proof is to be repeated."""
         self._forwards += 1
         return isinstance(self.proof, int) and self._forwards % self.proof == 0
 
@@ -265,10 +282,14 @@ class Capture:
         """Called after a repeated row proof failed; does nothing, because the error is raised."""
 
     def proof_stays_open(self) -> None:
-        """Called if all samples of a batch were equal, which proves nothing; does nothing, because a later batch may prove."""
+        """Called if all samples of a batch are equal, so that nothing was proven; does nothing: a later batch is tried."""
 
     def end_of_pass(self, info: PassInfo) -> None:
-        """Add a backward's number of samples to every statistic, and compare its gradients with autograd's."""
+        """Add a backward's number of samples to every statistic, and compare the taps' gradients with autograd's.
+
+        Raises:
+            GramianError: if they differ.
+        """
         self._passes += 1
         for statistic, sums in zip(self.statistics, self._sums, strict=True):
             statistic.count(sums, info.count)

@@ -12,13 +12,13 @@ class Cover:
     """Whether and how a capture computed the per-sample gradients of one parameter."""
 
     status: Literal["covered", "frozen", "unused"]
-    """"covered": its gradients were captured; "frozen"; "unused": trainable, but no gradient came through its layer."""
+    """Covered: its gradients were captured; frozen: it requires none; unused: it does, but none came through its layer."""
     kind: str
     """Kind of the layer, or layers, that use the parameter."""
     algorithm: str = ""
     """Algorithm by which the parameter's per-sample gradient norms were computed; empty if no statistic needed norms."""
     uses: int = 0
-    """Uses of the parameter per pass; more than one for tied weights and modules called several times."""
+    """Uses of the parameter in the last backward; more than one for tied weights and modules called several times."""
 
 
 class Coverage(Mapping[str, Cover]):

@@ -1,7 +1,7 @@
 """The hub of one model: its state, its installed taps, its row proof, and the listeners that receive its records.
 
-`hub_of(model)` is the one entry. Captures and gradient rules attach to the hub as listeners; the taps are installed while
-any listener is attached.
+`hub_of(model)` returns it. Captures and gradient rules attach to the hub as listeners; the taps (replaced forwards of layers)
+are installed while any listener is attached. The row proof checks that rows are attributed to the right samples.
 """
 
 import weakref
@@ -28,7 +28,7 @@ _hub_of: weakref.WeakKeyDictionary[nn.Module, "Hub"] = weakref.WeakKeyDictionary
 
 
 class Hub(TappedModel):
-    """All taps (replaced forwards of layers) of one root module. It lives as long as the module, as compiled graphs do."""
+    """State, taps (replaced forwards of layers) and row proof of one root module; it exists as long as the module."""
 
     def __init__(self, root: nn.Module) -> None:
         """Prepare the hub of a root module; no forward is replaced before `attach` or `install`."""
@@ -40,7 +40,11 @@ class Hub(TappedModel):
         self._installations = 0
 
     def install(self) -> None:
-        """Replace the forwards of all layers that have a tap; calls are counted, and only the first one installs."""
+        """Replace the forwards of all layers to be tapped; calls are counted, and only the first one replaces.
+
+        Raises:
+            GramianError: if nothing is trainable or a layer cannot be tapped; no forward is then replaced.
+        """
         self._installations += 1
         if self._installations > 1:
             return
@@ -78,7 +82,8 @@ class Hub(TappedModel):
         """Install the taps and start to report backwards to a listener (a capture, a gradient rule).
 
         Raises:
-            GramianError: if one of its statistics is part of an open capture, or captures disagree about the batch size.
+            GramianError: if one of its statistics is part of an open capture, or open captures disagree about the batch size
+                or, of a tensor-parallel model, about whether processes share the samples.
         """
         busy = [
             s for other in self.listeners for s in other.statistics if any(s is mine for mine in listener.statistics)
@@ -110,10 +115,10 @@ class Hub(TappedModel):
 
     @contextmanager
     def governed_by(self, rule: GradientRule) -> Iterator[None]:
-        """Context manager in which `rule` decides whether autograd forms weight gradients.
+        """Context manager in which `rule` sets whether autograd forms weight gradients.
 
         Raises:
-            GramianError: if another rule does already.
+            GramianError: if another rule is already set.
         """
         if not isinstance(self.rule, Ordinary):
             raise GramianError(
@@ -137,7 +142,7 @@ class Hub(TappedModel):
 
 
 def hub_of(model: nn.Module) -> Hub:
-    """The `Hub` of a model; the same object for a model and every wrapper around it (DDP, torch.compile)."""
+    """The `Hub` of a model, made on the first call; the same for a model and every wrapper around it (DDP, torch.compile)."""
     root = user_names.unwrap(model)
     if root not in _hub_of:
         _hub_of[root] = Hub(root)

@@ -1,7 +1,7 @@
-"""The backward of one use of a layer: its site turns (saved inputs, output gradients) into per-sample gradients.
+"""The backward of one call of a layer: its site computes per-sample gradients from saved inputs and output gradients.
 
-In: the tensors that the site saved in the forward, and the gradients of the layer's outputs. Out: a `LayerRecord` to every
-listener, and the gradients to the `PassBook`, which joins all uses of a parameter before it delivers them.
+The site is the object that knows the formulas of this kind of layer. Every listener receives a `LayerRecord`; the `PassBook`
+receives the gradients, and sums them over all uses of a parameter before it delivers them.
 """
 
 from functools import partial
@@ -20,7 +20,16 @@ from gramian.taps.tapped_model import TappedModel, TapUse, refuse_create_graph, 
 
 
 def report(use: TapUse, saved: list[Tensor], gradients: list[Tensor]) -> None:
-    """Handle the gradients of one call's outputs (eager mode): compute per-sample gradients and deliver them to listeners."""
+    """Compute per-sample gradients of one call of a layer and deliver them to the listeners (eager mode).
+
+    Args:
+        use: the call.
+        saved: the tensors that its forward saved.
+        gradients: gradients of its outputs.
+
+    Raises:
+        GramianError: for create_graph=True, a second backward through one forward, or a reentrant checkpoint.
+    """
     refuse_create_graph()
     if use.inside_backward:
         raise GramianError(
@@ -41,9 +50,18 @@ def report(use: TapUse, saved: list[Tensor], gradients: list[Tensor]) -> None:
 def report_compiled(
     model: TappedModel, tap: Tap, number: int, ordinal: int, saved: list[Tensor], gradients: list[Tensor]
 ) -> None:
-    """Handle the gradients of one call's outputs in a compiled backward: deliver per-sample gradients to listeners.
+    """Compute per-sample gradients of one call of a layer in a compiled backward and deliver them to the listeners.
 
-    The graph may reuse the memory of `saved` and `gradients` after this call.
+    Args:
+        model: the tapped model.
+        tap: the tap of the layer.
+        number: number of the pass (forward and backward).
+        ordinal: number of earlier calls of the layer in the forward.
+        saved: the tensors that the forward saved; the graph may reuse their memory after this call.
+        gradients: gradients of the outputs; the graph may reuse their memory after this call.
+
+    Raises:
+        GramianError: for a second backward through one forward, or a call of an FSDP2 model that no row proof covers.
     """
     if not model.live:
         return

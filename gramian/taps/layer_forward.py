@@ -23,7 +23,11 @@ TENSOR_PARALLEL_KINDS = ("linear", "embedding", "norm")
 def run_layer(
     model: TappedModel, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Run a layer's own forward (`plain`) and attach the observer, which reports the gradients of its outputs."""
+    """Run a layer's own forward (`plain`) and return its output with the observer attached, which reports output gradients.
+
+    Raises:
+        GramianError: if the layer cannot be tapped in this call; in a proof's run it may be raised when the run is over.
+    """
     if model.rule.withholds:
         plain = DetachedForward(plain, module, tap.parameters, _leaves(model, tap))
     if torch.compiler.is_compiling():
@@ -54,7 +58,7 @@ def run_layer(
 def run_untapped(
     model: TappedModel, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Run a layer, or the root, untapped inside a row proof; its weights are collected in `model.weights`."""
+    """Run a layer, or the root, without its tap inside a row proof; stores its trainable weights in `model.weights`."""
     for local, name in tap.parameters.items() if model.weights is not None else ():
         weight = user_names.parameter(module, local)
         if weight.requires_grad and name in model.parameters:
@@ -66,7 +70,7 @@ def run_untapped(
 def gathers_in_order(model: TappedModel, tap: Tap, module: nn.Module) -> bool:
     """True for an FSDP2 root if autograd forms no weight gradients; its output must then be a new tensor (`apart`).
 
-    Only so do processes with and without samples gather weights in the same order.
+    Otherwise processes with and without samples would gather weights in different orders.
     """
     return tap.is_root and model.rule.withholds and isinstance(module, FSDPModule)
 
@@ -82,10 +86,10 @@ def _run_site(
 
 
 def _expanded(model: TappedModel, tap: Tap, output: Tensor) -> Tensor:
-    """Expand an output of one row, which all samples share, to B rows, so that each sample sends its own gradient back.
+    """Expand an output of one row, which all samples share, to B rows, so that each sample has its own output gradient.
 
-    In eager mode this happens only inside a proof or after one has shown that the model returns the same; a compiled graph
-    expands always, and is proven before it runs.
+    In eager mode only inside a row proof, after one has shown that the model's outputs stay the same, or where no proof runs
+    (`trusts_shapes`); else the output is returned unchanged. A compiled graph always expands, and is proven before it runs.
     """
     batch = model.batch
     if not torch.compiler.is_compiling():
@@ -100,7 +104,7 @@ def _expanded(model: TappedModel, tap: Tap, output: Tensor) -> Tensor:
 
 
 def _refuse_tensor_parallel(model: TappedModel, tap: Tap, module: nn.Module, tensors: Sequence[Tensor]) -> None:
-    """Raise GramianError, on every process, for a tensor-parallel layer that cannot be read sample by sample."""
+    """Raise GramianError, on every process, for a tensor-parallel layer whose per-sample gradients cannot be computed."""
     distributed = any(isinstance(t, DTensor) for t in tensors)
     if not distributed and model.tensor_parallel is None:
         return  # before a compiled graph has looked at names, which layers of one graph do not share
@@ -120,7 +124,7 @@ def _refuse_tensor_parallel(model: TappedModel, tap: Tap, module: nn.Module, ten
 
 
 def _leaves(model: TappedModel, tap: Tap) -> "list[tuple[str, Tensor]] | None":
-    """List that receives the detached weights of a layer without a formula, to compare their gradients; None: not needed."""
+    """List that receives detached weights of a layer without a gradient formula, to compare gradients; None: not needed."""
     assert tap.site is not None
     if tap.site.compiles or torch.compiler.is_compiling():
         return None
@@ -141,8 +145,12 @@ class DetachedForward:
     ) -> None:
         """Find the modules that have the weights; nothing is replaced before the call.
 
-        `parameters` is {local name: the user's name}. `leaves` receives (the user's name, the weight that `plain` ran on), a
-        leaf that gets autograd's gradient; None: weights get no gradient.
+        Args:
+            plain: the layer's own forward.
+            module: the layer.
+            parameters: {name inside the layer: name in the user's model} of the weights to detach.
+            leaves: list to which a call appends (name in the model, the detached weight) of trainable weights, which then get
+                autograd's gradient themselves; None: detached weights get no gradient.
         """
         self.plain, self.leaves, self.names = plain, leaves, tuple(parameters.values())
         self.places = [

@@ -1,11 +1,12 @@
-"""The observer: an identity behind a layer's outputs whose backward reports (saved inputs, output gradients) once.
+"""The observer: an identity function on a layer's outputs whose backward reports saved inputs and output gradients.
 
 The layer's own operation runs unchanged, so its output and all gradients are what they would be without gramian, bit for bit.
 The identity returns `_unsafe_view(y)`: no copy, and not a view to autograd, so in-place activations behind it keep working.
 
 In eager mode the backward calls `layer_backward.report`. Under `torch.compile` it is one opaque operator in the compiled
 backward (`gramian::emit`), so any statistic runs on real tensors, outside the graph, without a graph break. The tap and the
-pass enter the graph as small CPU tensors, not as constants: one graph serves all blocks that look alike.
+pass (a forward and its backward) enter the graph as small CPU tensors, not as constants, so layers of equal structure share
+one graph.
 """
 
 import weakref
@@ -37,7 +38,10 @@ class Observe(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, probe: Tensor, use: TapUse, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the first `count` tensors, save the others; `probe` requires a gradient, so that a backward always runs."""
+        """Return the first `count` tensors (the outputs) and save the others with `use`, the description of the call.
+
+        `probe` requires a gradient, so that a backward always runs.
+        """
         ctx.save_for_backward(*tensors[count:])
         ctx.use, ctx.saved = use, len(tensors) - count
         return tuple(torch.ops.aten._unsafe_view(y, y.shape) for y in tensors[:count])
@@ -57,7 +61,11 @@ class ObserveCompiled(torch.autograd.Function):
     def forward(
         ctx: Any, probe: Tensor, ticket: Tensor, key: Tensor, ordinal: int, count: int, *tensors: Tensor
     ) -> Any:
-        """Return the first `count` tensors; save the others, `ticket` (number of the pass) and `key` (of the tap)."""
+        """Return the first `count` tensors (the outputs); save the others and what identifies the call.
+
+        That is `ticket` (number of the pass), `key` (number of the tap) and `ordinal` (number of earlier calls of the layer).
+        `probe` requires a gradient, so that a backward always runs.
+        """
         ctx.save_for_backward(ticket, key, *tensors[count:])
         ctx.ordinal, ctx.saved = ordinal, len(tensors) - count
         return tuple(torch.ops.aten._unsafe_view(y, y.shape) for y in tensors[:count])
@@ -72,7 +80,11 @@ class ObserveCompiled(torch.autograd.Function):
 
 @torch.library.custom_op("gramian::emit", mutates_args=())
 def _emit(ticket: Tensor, key: Tensor, ordinal: int, saved: list[Tensor], gradients: list[Tensor]) -> Tensor:
-    """Report saved inputs and output gradients of one call of a layer from a compiled backward; returns a 0-dim 1."""
+    """Report the saved inputs and output gradients of one call of a layer, from a compiled backward, to the layer's tap.
+
+    `ticket`: number of the pass. `key`: number of the tap. `ordinal`: number of earlier calls of the layer. Returns a 0-dim 1,
+    the gradient of the probe.
+    """
     report_compiled(_models[int(key)], _taps[int(key)], int(ticket), ordinal, saved, gradients)
     return torch.ones(())
 
@@ -83,7 +95,10 @@ def _(ticket: Tensor, key: Tensor, ordinal: int, saved: list[Tensor], gradients:
 
 
 def observe(model: TappedModel, tap: Tap, output: Any, saved: list[Tensor], extra: Any) -> Any:
-    """Put the observer behind a layer's outputs, returned in the same structure; its backward gets `saved` and `extra`."""
+    """Apply the observer to a layer's outputs and return them in the same structure.
+
+    Its backward computes gradients from the tensors `saved` and, in eager mode, `extra`, which the layer's site returned.
+    """
     if isinstance(output, Tensor):  # the usual case, and the one that compiles
         outputs, spec, places, leaves = [output], None, [0], [output]
     else:
@@ -108,10 +123,11 @@ def observe(model: TappedModel, tap: Tap, output: Any, saved: list[Tensor], extr
 
 
 def open_use(model: TappedModel, tap: Tap, extra: Any, saved: Sequence[Tensor], outputs: Sequence[Tensor]) -> TapUse:
-    """Record one call of a layer in the pass under way, and count the uses of its parameters (eager mode).
+    """Record one call of a layer in the pass under way, count the uses of its parameters, and return the call (eager mode).
 
     Raises:
-        GramianError: if the layer runs outside a forward of the root where that cannot be attributed.
+        GramianError: if the layer runs outside a forward of the root module while a listener needs proven per-sample
+            gradients, or before any such forward and no listener gave a batch size.
     """
     if in_backward():  # a checkpoint's second run, which gets no backward of its own
         return TapUse(model, tap, None, None, inside_backward=True)

@@ -1,4 +1,4 @@
-"""Passes: one forward of the root and the backward through it.
+"""Passes: one forward of the root module and the backward through it, in which per-sample gradients are collected.
 
 Uses of a parameter are counted in the forward. In the backward their per-sample gradients are collected until the last one has
 arrived, joined per sample, and delivered to the listeners. A parameter that is used once is delivered at once, so nothing is
@@ -23,73 +23,74 @@ from gramian.taps.roles import GradientRule, Statistic
 
 SECOND_BACKWARD = "backward: ran twice through one forward; expected one backward for each forward"
 FORWARDS_WITHOUT_BACKWARD = 1024
-"""Largest number of open passes; the oldest, whose backward never ran, are dropped beyond it."""
+"""Largest number of open passes, whose backward has not run; when it is reached, the oldest are dropped."""
 
 
 class Listener(Protocol):
     """An object that receives the records of a model's backwards: a capture, a gradient rule, a proof's recorder."""
 
     per_sample: bool
-    """True if the listener needs per-sample gradients, so that layers that mix samples are refused."""
+    """True if the listener needs per-sample gradients, so that layers that mix samples raise GramianError."""
     batch_size: int | None
-    """Batch size B as the user gave it; None: the first axis of the first input."""
+    """Batch size B as the user gave it; None: B is the size of the first axis of the first input."""
     proof: "str | int"
-    """Row proof: "auto": rows are proven before they are used; a number n: and again after every n steps; "off"."""
+    """When the row proof (each row depends on its own sample alone) runs. "auto": before rows are used for the first time; a
+    number n: also on every n-th forward; "off": never."""
     sample_ids: Tensor | None
-    """The unit of each row or token of the next forward; None: row i is sample i."""
+    """The unit (group that counts as one sample) of each row or token of the next forward; None: row i is sample i."""
     takes_shares: bool
-    """True if processes of a tensor-parallel model, which see the same samples, each take a share of them."""
+    """True if processes of a tensor-parallel model, which see the same samples, each compute gradients of a share of them."""
 
     @property
     def statistics(self) -> Sequence[Statistic]:
         """The statistics that the listener computes."""
 
     def pass_info(self, number: int, batch: int) -> PassInfo:
-        """Begin pass `number` of `batch` rows; returns how this listener groups its rows and scales its gradients."""
+        """Begin pass `number` (a forward and its backward) of `batch` rows; returns how to group rows and scale gradients."""
 
     def layer(self, record: LayerRecord) -> None:
-        """Receive the record of one use of a layer: inputs, output gradients, per-sample gradients."""
+        """Receive the record of one call of a layer: inputs, output gradients, per-sample gradients."""
 
     def parameter(self, record: ParameterRecord) -> None:
-        """Receive the record of one parameter, with the per-sample gradients of all its uses joined."""
+        """Receive the record of one parameter, with its per-sample gradients summed over all its uses."""
 
     def watch(self, parameter: str, tensor: Tensor) -> None:
         """Receive the tensor that this forward uses for the parameter of this name (under FSDP2 the gathered weight)."""
 
     def end_of_pass(self, info: PassInfo) -> None:
-        """Called when the backward of a pass is over and all its records were delivered."""
+        """Called when a backward is over and all its records were delivered; `info` is what `pass_info` returned for it."""
 
     def failed_pass(self, info: PassInfo) -> None:
-        """Called when the backward of a pass failed half-way, so that some of its records are missing."""
+        """Called when a backward failed half-way, so that some of its records are missing."""
 
     def proof_is_due(self) -> bool:
-        """True if the row proof is to be repeated once on this batch; called once per forward."""
+        """True if the row proof is to be repeated on this batch; called at most once per forward."""
 
     def proof_failed(self) -> None:
         """Called when a repeated row proof failed: rows were attributed to the wrong samples."""
 
     def proof_stays_open(self) -> None:
-        """Called if all samples of a batch are equal, which proves nothing; raises where that cannot be accepted."""
+        """Called if all samples of a batch are equal, so that nothing was proven; raises if the listener requires a proof."""
 
 
 @dataclass
 class Pass:
-    """One forward of the root, and the gradients that its backward has brought so far."""
+    """One forward of the root module, and the per-sample gradients that its backward has computed so far."""
 
     number: int
     batch: int
     length: int | None
     """Size of the second axis of the root's first tensor (tokens per row); None if it has none."""
     first: bool
-    """True if some parameter has not yet been audited when the pass begins."""
+    """True if some parameter was not yet audited (its gradient compared with autograd's) when the pass began."""
     infos: list[tuple[Listener, PassInfo]]
     """Listeners when the pass began, each with its `PassInfo`: how it groups rows and scales gradients."""
     tokens: int = 0
     """Memory address of the root's first tensor, whose first axis is the batch; 0 in a compiled graph."""
     uses: dict[str, int] = field(default_factory=dict)
-    """{parameter: number of uses in the forward}; its gradient is complete when as many uses have arrived."""
+    """{parameter: number of uses in the forward}; its gradient is complete when `arrived` has as many entries."""
     arrived: dict[str, list[tuple[str, PerSampleGradient]]] = field(default_factory=dict)
-    """{parameter: (kind of layer, per-sample gradient) of each use so far}."""
+    """{parameter: (kind of layer, per-sample gradient) of each use that the backward has reached}."""
     delivered: set[str] = field(default_factory=set)
     closed: bool = False
     returned: bool = False
@@ -99,9 +100,10 @@ class Pass:
     ordinals: dict[str, int] = field(default_factory=dict)
     """{layer: number of its last call in this forward, from 0}."""
     leaves: list[tuple[str, Tensor]] = field(default_factory=list)
-    """(parameter, detached weight) of layers without a formula, where weight gradients are withheld from the parameters."""
+    """(parameter, the detached weight that its layer ran on) of layers without a gradient formula, if the rule withholds
+    weight gradients; autograd's gradient of the weight is compared with `explained`."""
     explained: dict[str, "Explained"] = field(default_factory=dict)
-    """{parameter: sum of its per-sample gradients over uses}, of layers without a formula."""
+    """{parameter: sum of its per-sample gradients over samples and uses}, of layers without a gradient formula."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class Explained:
 
     @classmethod
     def of(cls, gradient: PerSampleGradient, before: "Explained | None") -> "Explained":
-        """The sum of one use of a parameter, added to `before`, that of earlier uses (None: this is the first)."""
+        """The sum of a parameter's gradients of one use, plus `before`, the sum of earlier uses (None: this is the first)."""
         own = cls(gradient.total(), gradient.magnitude(), gradient.dtype)
         if before is None:
             return own
@@ -129,7 +131,7 @@ class PassBook:
         """Start with no pass. The model's list `listeners` is shared; `rule()` returns its present gradient rule."""
         self.current: Pass | None = None
         self.reached: Pass | None = None
-        """The pass that a running backward reached last; a checkpoint's second run belongs to it."""
+        """The pass that the running backward reached last, to which a layer that a checkpoint runs again belongs; else None."""
         self._listeners, self._rule = listeners, rule
         self._passes: dict[int, Pass] = {}
         self._numbers = itertools.count(1)
@@ -145,9 +147,13 @@ class PassBook:
         self._touched = {}
 
     def open(self, batch: int, length: int | None, first: bool, tokens: int = 0) -> int:
-        """Open a pass (one forward of the root and its backward) of `batch` rows and `length` tokens; returns its number.
+        """Open a pass, one forward of the root and its backward, and return its number.
 
-        `first`: some parameter was not audited yet. `tokens`: memory address of the root's first tensor.
+        Args:
+            batch: number of rows.
+            length: size of the second axis of the root's first tensor; None if it has none.
+            first: True if some parameter was not audited yet.
+            tokens: memory address of the root's first tensor; 0 in a compiled graph.
         """
         if not in_backward():
             self.settle()
@@ -162,14 +168,14 @@ class PassBook:
         return number
 
     def settle(self) -> None:
-        """Report backwards that began and did not finish as failed passes; called where no backward is running."""
+        """Call `failed_pass` of the listeners for backwards that began and did not finish; not called inside a backward."""
         touched, self._touched, self._task, self.reached = self._touched, {}, -1, None
         for pass_ in touched.values():
             for listener, info in self.audience(pass_):
                 listener.failed_pass(info)
 
     def batch_of_second_run(self, layer: str) -> int:
-        """Batch size of the pass to which a checkpoint's second run of a layer belongs.
+        """Batch size of the forward that a checkpoint recomputes in the backward; `layer`, which it runs, is named in errors.
 
         Raises:
             GramianError: if forwards of different batches are open and the backward has reached none of them yet.
@@ -183,10 +189,10 @@ class PassBook:
         return batches.pop()
 
     def get(self, number: int) -> Pass:
-        """The pass of this number, as long as its backward has not run.
+        """The open pass of this number.
 
         Raises:
-            GramianError: if it has.
+            GramianError: if its backward has already run.
         """
         pass_ = self._passes.get(number)
         if pass_ is None or pass_.closed:
@@ -194,7 +200,7 @@ class PassBook:
         return pass_
 
     def audience(self, pass_: Pass) -> list[tuple[Listener, PassInfo]]:
-        """(listener, its `PassInfo`) of every listener that was attached when the pass began and still is.
+        """(listener, its `PassInfo`) of the listeners that receive a pass: attached when it began, and still attached.
 
         In the second of two backwards through one forward: the gradient rule alone.
         """
@@ -203,7 +209,11 @@ class PassBook:
         return [pair for pair in there if pair[0] is rule] if pass_.repeated else there
 
     def begin(self, pass_: Pass, device: str) -> None:
-        """Record that the backward reached a pass, and schedule the end of the backward; GramianError for a nested backward."""
+        """Record that the backward reached a pass, and queue what is done at its end (`device`: type of device, "cuda").
+
+        Raises:
+            GramianError: if another backward is running (nested, or of a reentrant checkpoint).
+        """
         task = torch._C._current_graph_task_id()
         if self._task not in (-1, task):
             raise GramianError(
@@ -216,9 +226,12 @@ class PassBook:
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_of_backward, device))
 
     def arrive(self, pass_: Pass, kind: str, gradients: dict[str, PerSampleGradient], borrowed: bool) -> None:
-        """Collect {parameter: gradient} of one use of a layer, and deliver parameters whose uses are complete.
+        """Collect {parameter: gradient} of one call of a layer of this kind, and deliver parameters whose uses are complete.
 
-        Tensors that are `borrowed` are valid during this call only, so incomplete uses are copied.
+        With `borrowed`, tensors are valid during this call only, so gradients of a parameter with uses to come are copied.
+
+        Raises:
+            GramianError: if a parameter was delivered before, because a compiled forward used it more often than expected.
         """
         for name, gradient in gradients.items():
             if name in pass_.delivered:
@@ -233,10 +246,11 @@ class PassBook:
                 self._deliver(pass_, name, borrowed)
 
     def _refuse_unexplained(self, pass_: Pass) -> None:
-        """Compare the taps' gradients of layers without a formula with autograd's, which may bypass the layer's outputs.
+        """Compare the taps' gradients of layers without a gradient formula with autograd's for the same weights.
 
         Raises:
-            GramianError: naming the parameter whose gradients differ; the difference would not be clipped.
+            GramianError: naming a parameter whose gradients differ: part of its gradient does not come through the layer's
+                outputs, and would not be clipped.
         """
         arrived: dict[str, Tensor] = {}
         for name, leaf in pass_.leaves:
@@ -265,7 +279,11 @@ class PassBook:
             listener.parameter(ParameterRecord(name, kind, len(parts), mine, info, borrowed))
 
     def _end_of_backward(self, device: str) -> None:
-        """Deliver parameters some of whose uses got no gradient, compare, and close the passes of this backward."""
+        """Deliver parameters some of whose uses got no gradient, and close the passes of the backward that ends.
+
+        Raises:
+            GramianError: if a parameter without a gradient formula has another gradient by autograd than by the taps.
+        """
         touched, self._touched, self._task, self.reached = self._touched, {}, -1, None
         with torch.autocast(device, enabled=False), exact_float32():
             for pass_ in touched.values():
@@ -291,9 +309,9 @@ class PassBook:
 
 
 def accumulates(leaf: Any) -> bool:
-    """True if the running `backward()` adds to `.grad` of a leaf; False if `torch.autograd.grad` was called.
+    """True if the running backward adds to `.grad` of a leaf tensor; False if not, or if it is `torch.autograd.grad` of it.
 
-    `leaf` is the node of `torch.autograd.graph.get_gradient_edge` of the leaf.
+    `leaf` is the node of `torch.autograd.graph.get_gradient_edge` of the tensor.
     """
     try:
         found: bool = torch._C._will_engine_execute_node(leaf)

@@ -1,6 +1,6 @@
-"""Records that a backward pass gives to statistics: one for each use of a layer, one for each parameter with all its uses.
+"""Records that statistics receive in a backward: one for each call of a layer, one for each parameter with all its uses.
 
-Shapes: B samples (rows of the batch), U units (= samples unless `sample_ids` regroups them), T tokens.
+Shapes: B rows of the batch, U units (the rows, or the groups of rows or tokens that `sample_ids` defines), T tokens.
 """
 
 from collections.abc import Callable
@@ -21,24 +21,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PassInfo:
-    """How a listener reads one forward of the root and its backward: grouping of rows, token weights, loss scaling."""
+    """How a listener reads the gradients of one pass (a forward of the root module and its backward): grouping and scaling."""
 
     number: int
     """Number of this forward, counted per model, so that statistics can order the samples of several passes."""
     batch: int
     """Number B of rows of the batch."""
     units: Units | None
-    """How rows or tokens are grouped; None: row i is sample i."""
+    """Assignment of rows or tokens to units, made from `sample_ids`; None: row i is sample i."""
     sample_ids: Tensor | None
     token_weights: Tensor | None
     """Weights [B, T] of tokens, zero for tokens that do not count; None: all count."""
     factor: float
-    """B for a mean loss, 1 for a sum: multiplies a sample's part of the gradient to give the gradient of its own loss."""
+    """B for a mean loss, 1 for a sum, 1/c if each sample's loss has the coefficient c: multiplies a sample's part of the
+    gradient to give the gradient of its own loss."""
     loss_scale: "float | torch.amp.GradScaler"
 
     @property
     def scale(self) -> float | Tensor:
-        """Factor (float or 0-dim tensor) from a gradient of the running backward to that of one sample's own loss."""
+        """`factor` over the loss scale: multiplies a sample's part of the gradient to give that of its own unscaled loss."""
         if not isinstance(self.loss_scale, torch.amp.GradScaler):
             return self.factor / self.loss_scale
         # a 0-dim tensor: reading it as a float would wait for the device
@@ -47,38 +48,38 @@ class PassInfo:
 
     @property
     def rows(self) -> int:
-        """Number of rows of the batch; processes that share a batch's samples count all of them."""
+        """Number of rows of the batch; 0 for an empty one."""
         return self.batch
 
     @property
     def count(self) -> int:
-        """Number of units: groups of rows by `sample_ids`, or the rows themselves."""
+        """Number of units: the groups that `sample_ids` defines, or the rows of the batch."""
         return self.batch if self.units is None else self.units.count
 
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One use of one layer: its inputs, its output gradients, and the per-sample gradients computed from them."""
+    """One call of one layer: its inputs, its output gradients, and the per-sample gradients computed from them."""
 
     layer: str
     kind: str
     ordinal: int
     """Number of earlier calls of this layer in the same forward."""
     inputs: list[Tensor]
-    """The tensors that the site saved: usually the one input; empty where only a bias is trained."""
+    """The tensors saved in the forward: usually the layer's one input; empty if only a bias is trained."""
     output_gradients: list[Tensor]
     gradients: dict[str, PerSampleGradient]
-    """{parameter: per-sample gradient of this use}, B rows, not yet grouped by unit."""
+    """{parameter: its gradients from this call}, one for each of B rows, not yet grouped into units."""
     info: PassInfo
     sides: "Callable[[], Sides]"
-    """Function that returns the inputs and output gradients by token, of a layer whose weight is one matrix."""
+    """Function that returns inputs and output gradients as tokens [B, T, …]; only for a layer whose weight is one matrix."""
     borrowed: bool
     """True if the tensors are valid during the call only (a compiled graph reuses their memory)."""
 
 
 @dataclass(frozen=True)
 class ParameterRecord:
-    """Per-sample gradients of one parameter in one pass; all its uses are summed per unit before anything is squared."""
+    """Per-sample gradients of one parameter in one forward and backward, summed over all uses of the parameter."""
 
     parameter: str
     kind: str
@@ -90,7 +91,7 @@ class ParameterRecord:
     """True if the gradient's tensors are valid during the call only (a compiled graph reuses their memory)."""
 
     def squared_norms(self, choice: Algorithm = "auto") -> Tensor:
-        """‖gradient of unit i's own loss‖² for the U units: [U]. Cached per record and algorithm (`choice`)."""
+        """Squared norm of the gradient of each unit's own loss: [U]. `choice` is the norm algorithm; cached for each."""
         if choice not in self._norms:
             self._norms[choice] = self.gradient.squared_norms(choice) * self.info.scale**2
         return self._norms[choice]
@@ -100,7 +101,7 @@ class ParameterRecord:
         return {}
 
     def sum_of_squares(self) -> Tensor:
-        """Σ_i g_i ⊙ g_i over units, g_i the gradient of unit i's own loss; of the parameter's shape."""
+        """Σ_i g_i ⊙ g_i over units (samples or groups of rows), g_i the gradient of unit i's loss; of the parameter's shape."""
         return self.gradient.sum_of_squares() * self.info.scale**2
 
     def token_squares(self) -> Tensor:
@@ -108,5 +109,5 @@ class ParameterRecord:
         return self.gradient.token_squares() * self.info.scale**2
 
     def total(self) -> Tensor:
-        """Σ_i g_i over units, g_i the gradient of unit i's own loss; of the parameter's shape."""
+        """Σ_i g_i over units (samples or groups of rows), g_i the gradient of unit i's loss; of the parameter's shape."""
         return self.gradient.total() * self.info.scale

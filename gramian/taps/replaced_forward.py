@@ -27,7 +27,7 @@ class Listening:
 
 
 LISTENING = Listening()
-"""The one `Listening` flag that all taps read: idle taps cost a compiled graph one guard."""
+"""The one `Listening` flag, read by all taps: without a listener, taps cost a compiled graph one guard."""
 
 
 class ReplacedForward:
@@ -42,7 +42,7 @@ class ReplacedForward:
         self._forward = self._usual_forward = self._replacement(None)
 
     def install(self, found: FoundLayer, is_root: bool) -> None:
-        """Put the replacement on the module's instance; a forward that other code put there is stored and called.
+        """Set the replacement as `forward` of the module's instance; one that other code had set there is stored and called.
 
         Raises:
             GramianError: if the module is tapped through another root.
@@ -75,7 +75,7 @@ class ReplacedForward:
         self._original, self._forward = None, self._usual_forward
 
     def _replacement(self, original: Callable[..., Any] | None) -> Callable[..., Any]:
-        """Make the function to put on the instance; `original` is a forward that other code had put there, or None."""
+        """Make the replacement function; `original` is a forward that other code had set on the instance, or None."""
         tap, model, root_forward = self.tap, self._model, self._root_forward
         owner = tap.owner
 
@@ -109,7 +109,10 @@ class ReplacedForward:
 
 
 def _plain(module: nn.Module, original: Any, owner: Any) -> Callable[..., Any]:
-    """The module's own forward: its class's, or `original`, which stood on the instance; rebound if the module is a copy."""
+    """The forward to run without the tap: that of the module's class, or `original` if other code had set one on the instance.
+
+    `owner()` is the tapped module; if `module` is a copy of it, `original` is bound to the copy.
+    """
     if original is None:
         return partial(type(module).forward, module)
     if owner() is not module and isinstance(original, types.MethodType):

@@ -1,4 +1,4 @@
-"""The two roles in a capture: statistics observe a backward, and at most one gradient rule decides about weight gradients."""
+"""Interfaces of a capture: statistics, which observe backwards, and the rule that sets whether weight gradients are formed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from gramian.plan.norm_algorithm import Algorithm
 
 Needs = Literal["layer", "parameter"]
 Sums = dict[str, Tensor]
-"""State of a statistic: {name: tensor}, every one additive over samples. Two states of the same statistic add up by key."""
+"""State of a statistic: {name: sum over samples}. Two states of the same statistic are merged by adding the tensors by name."""
 
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """Name, layers, kind, shape, dtype and device of a trainable parameter, known before the first batch."""
+    """Name, layers, kind of layer, shape, dtype and device of a trainable parameter, known before the first batch."""
 
     name: str
     layers: tuple[str, ...]
@@ -29,28 +29,28 @@ class ParameterInfo:
 
 
 class Statistic(Protocol):
-    """A statistic of a capture: sums over samples and a count of them; `finish` computes the result.
+    """Interface of a statistic: its state has sums over samples and their number, from which `finish` computes the result.
 
-    `start` must make the same keys on every process, so that states add up over any split of the data into backward
-    passes and ranks, also where one of them saw nothing.
+    `start` must return the same keys on every process, so that states can be added over any split of the data into backward
+    passes and ranks, even if a rank saw no data.
     """
 
     needs: Needs
-    """Records that `update` receives: "layer": one per use of a layer; "parameter": one per parameter, all uses joined."""
+    """Records that `update` receives: "layer": one per call of a layer; "parameter": one per parameter, all uses summed."""
     per_sample: bool
-    """True if the statistic needs per-sample gradients: layers that mix samples are then refused."""
+    """True if the statistic needs per-sample gradients: layers that mix samples (batch norm) then raise GramianError."""
 
     def start(self, parameters: Mapping[str, ParameterInfo]) -> Any:
-        """Return empty sums for these trainable parameters, {name: info}."""
+        """Return the initial state, sums of zero, for the trainable parameters {name: info}."""
 
     def update(self, sums: Any, record: Any) -> None:
         """Add one record of a backward (of a layer or of a parameter) to the sums, in place."""
 
     def count(self, sums: Any, samples: int) -> None:
-        """Add the number of samples (units) of a finished pass to the sums, in place."""
+        """Add the number of samples of a finished backward (or of units, groups that count as one) to the sums, in place."""
 
     def merge(self, left: Any, right: Any) -> Any:
-        """Return the sums over the samples of two states, `left` and `right`, of this statistic."""
+        """Return the state for all samples of `left` and `right`, two states of this statistic."""
 
     def finish(self, sums: Any) -> Any:
         """Compute the result that users see from the sums."""
@@ -69,17 +69,17 @@ class HasAlgorithm(Protocol):
 
 @runtime_checkable
 class Forgets(Protocol):
-    """A statistic that stores passes separately, and can remove one whose backward failed half-way."""
+    """A statistic that stores passes (a forward and its backward) separately, and can remove one whose backward failed."""
 
     def forget(self, sums: Any, number: int) -> None:
-        """Remove the pass of this number from the sums."""
+        """Remove from the sums what the pass of this number added."""
 
 
 class AdditiveStatistic:
-    """Base of statistics whose state is {name: tensor}, with the count of samples, and merges by addition."""
+    """Base class of statistics whose state is {name: tensor}, including the count of samples, and is merged by addition."""
 
     per_parameter = False
-    """True if `finish` gives {parameter: tensor of its shape}; under FSDP2 these are then placed like the parameter."""
+    """True if `finish` returns {parameter: tensor of its shape}; after a sum over processes they are sharded like it."""
 
     def count(self, sums: Sums, samples: int) -> None:
         """Add `samples` to the count of samples in the sums, in place."""
@@ -100,7 +100,10 @@ class AdditiveStatistic:
 
 
 def zero_sums(parameters: Mapping[str, ParameterInfo], rows: bool = False) -> Sums:
-    """Zeros for each parameter, float32 or float64, of its shape or, if `rows`, of its first axis; and a sample count of 0."""
+    """Initial state {parameter: zeros of its shape} in float32 (float64 for float64 parameters), and a sample count of 0.
+
+    With `rows`, zeros of the size of the first axis instead; parameters with fewer than two axes are left out.
+    """
     sums: Sums = {SAMPLES: torch.zeros((), dtype=torch.float64, device=next(iter(parameters.values())).device)}
     for name, info in parameters.items():
         if not rows or len(info.shape) > 1:
@@ -116,16 +119,19 @@ def means(sums: Sums) -> dict[str, Tensor]:
 
 
 class GradientRule(Protocol):
-    """Decides whether autograd forms weight gradients; a model has at most one. It also receives records as a listener."""
+    """Interface of a rule that sets whether autograd forms weight gradients; a model has one. It may be a listener, too."""
 
     withholds: bool
     """True if autograd must not form weight gradients: the tapped layer then runs on detached weights."""
     another_backward_follows: bool
-    """True in the FIRST of two backwards through one forward, so that the pass stays open; False in the second, or if there is
-    only one. The second backward reports to the rule alone."""
+    """True in the first of two backwards through one forward, so that the second one does not raise. False in the second,
+    which reports to the rule alone, and if there is only one backward."""
 
     def foresee(self, tap: Any, saved: list[Tensor], output: Any) -> None:
-        """Plan memory or algorithms from the saved tensors and output of a layer that just ran (eager mode), if `withholds`."""
+        """Plan memory or algorithms from the shapes of a layer's saved tensors and output, after it ran in eager mode.
+
+        Called only if `withholds` is True.
+        """
 
 
 class Ordinary:
@@ -135,7 +141,7 @@ class Ordinary:
     another_backward_follows = False
 
     def foresee(self, tap: Any, saved: list[Tensor], output: Any) -> None:
-        """Do nothing: the ordinary rule plans nothing from the shapes of a layer that ran."""
+        """Do nothing: the ordinary rule plans neither memory nor algorithms from the shapes of a layer that ran."""
 
 
 class Withheld:
@@ -145,4 +151,4 @@ class Withheld:
     another_backward_follows = False
 
     def foresee(self, tap: Any, saved: list[Tensor], output: Any) -> None:
-        """Do nothing: this rule plans nothing from the shapes of a layer that ran."""
+        """Do nothing: this rule plans neither memory nor algorithms from the shapes of a layer that ran."""

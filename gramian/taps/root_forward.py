@@ -1,9 +1,8 @@
-"""One forward of the root: read the batch size, open a pass, and prove the batch before its gradients are used.
+"""One forward of the root module: read the batch size, open a pass, and run the row proof before gradients are used.
 
-There are three entries. In eager mode `RootForward.run` guards the forward with the row proof. A compiled root calls the
-operator `gramian::begin`, which proves the eager module on the graph's arguments. A root under FSDP2 is proven by a hook
-before
-FSDP2's own, because a proof runs entire forwards with all hooks, on all processes or on none.
+The row proof checks that each row depends on its own sample alone. In eager mode `RootForward.run` runs it around the forward.
+A compiled root calls the operator `gramian::begin`, which proves the eager module on the graph's arguments. An FSDP2 root is
+proven by a hook before FSDP2's own, because a proof runs entire forwards with all hooks, on all processes or on none.
 """
 
 import weakref
@@ -33,7 +32,7 @@ _roots: "weakref.WeakValueDictionary[int, RootForward]" = weakref.WeakValueDicti
 
 
 class RootForward:
-    """Runs the forwards of one tapped model's root: each opens a pass, and is proven where samples are told apart."""
+    """Runs forwards of a tapped model's root, each as one pass (forward and backward), after the row proof if one is due."""
 
     def __init__(self, model: TappedModel, proof: RowProof) -> None:
         """Store model and row proof, and register this object under a number by which compiled graphs find it."""
@@ -44,7 +43,7 @@ class RootForward:
         self._hook: RemovableHandle | None = None
 
     def install_hook(self, root: nn.Module) -> None:
-        """Install a pre-hook that proves forwards of an FSDP2 root before FSDP2 gathers its weights."""
+        """Install a pre-hook that runs the row proof on forwards of an FSDP2 root before FSDP2 gathers its weights."""
         self._hook = root.register_forward_pre_hook(ShardedRootHook(self), prepend=True, with_kwargs=True)
 
     def remove_hook(self) -> None:
@@ -54,7 +53,11 @@ class RootForward:
             self._hook = None
 
     def enter(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Read the batch size from the root's arguments, or from `batch_size` of a listener, and open a pass."""
+        """Read the batch size from the root's arguments, or from `batch_size` of a listener, and open a pass for the forward.
+
+        Raises:
+            GramianError: if no batch size was given and no tensor argument has a first axis.
+        """
         model = self._model
         given = model.batch_size
         first = first_tensor(args, kwargs) if given is None else torch.empty(given, 0)
@@ -79,7 +82,13 @@ class RootForward:
             model.ticket = torch.tensor([model.open_pass(first)])
 
     def run(self, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run the root's own forward (`plain`) as one pass (eager mode); proven if a listener needs per-sample gradients."""
+        """Run the root's own forward (`plain`) as one pass and return its output (eager mode); runs the row proof if needed.
+
+        No proof runs on fewer than two samples, inside another proof or a backward, or if the model `trusts_shapes`.
+
+        Raises:
+            GramianError: if the proof fails, or the model was sharded inside a capture.
+        """
         forward = partial(self._forward, tap, module, plain)
         batch = self._samples_of(args, kwargs)
         if self._model.proof_run is not None or in_backward() or batch < 2 or self._model.trusts_shapes:
@@ -90,9 +99,12 @@ class RootForward:
         return self._proof.guard(forward, args, kwargs, batch, proven_before=sharded)
 
     def before_sharded(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Prove a forward of an FSDP2 root before its weights are gathered.
+        """Run the row proof on a forward of an FSDP2 root before its weights are gathered, if any process needs one.
 
-        Every process calls this for every forward, and runs along if any of them has something to prove.
+        Every process calls this for every forward; one that needs no proof makes as many runs, because each gathers weights.
+
+        Raises:
+            GramianError: on every process, if the proof fails on one.
         """
         model = self._model
         listens = model.live and torch.is_grad_enabled() and model.proof_run is None and model.weights is None
@@ -101,7 +113,9 @@ class RootForward:
             self._proof.together(lambda a, k: module(*a, **k), args, kwargs, self._samples_of(args, kwargs))
 
     def begin_compiled(self, first: Tensor, read_arguments: Callable[[], Any]) -> int:
-        """Prove the eager module on the arguments of a compiled forward, open a pass, and return its number.
+        """Run the row proof on the eager module before a compiled forward, open a pass, and return its number.
+
+        `first` is the root's first tensor [B, …]; `read_arguments()` returns the forward's (args, kwargs).
 
         Raises:
             GramianError: if the proof fails, or arguments cannot be passed through a graph.
@@ -142,7 +156,7 @@ class RootForward:
         return apart(output) if gathers_in_order(model, tap, module) else output
 
     def _leave(self, output: Any) -> None:
-        """Store which layer made the output, and let audits watch the layers that did not run."""
+        """Store which layer made the output; while parameters are unaudited, let audits watch layers that did not run, too."""
         model = self._model
         model.output_layer = _maker(output)
         if model.passes.current is None:
@@ -169,16 +183,16 @@ class RootForward:
 
 
 class ShardedRootHook:
-    """A forward pre-hook before FSDP2's own that proves a forward; in copies and pickles of a module it does nothing."""
+    """A forward pre-hook before FSDP2's own that runs the row proof; in copies and pickles of a module it does nothing."""
 
     def __init__(self, forward: RootForward | None) -> None:
-        """Refer weakly to the `RootForward` to call; None: the hook does nothing."""
+        """Store a weak reference to the `RootForward` to call; None: the hook does nothing."""
         self._forward: Any = (lambda: None) if forward is None else weakref.ref(forward)
         reason = "a sharded model is proven eagerly"
         self._run = self._begin if forward is None else torch.compiler.disable(self._begin, reason=reason)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Prove a forward of the root before it runs; a compiled root leaves its graph here, as for FSDP2's own hooks."""
+        """Run the row proof before a forward of the root; a compiled root breaks its graph here, as for FSDP2's own hooks."""
         self._run(module, args, kwargs)
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -199,7 +213,10 @@ class ShardedRootHook:
 def _begin(
     root: Tensor, first: Tensor, text: str, tensors: list[Tensor], integers: list[int], reals: list[float]
 ) -> Tensor:
-    """Prove a batch and open a pass when a compiled root runs; returns the number of the pass, [1], for the backward."""
+    """Operator that a compiled root calls first: run the row proof, open a pass and return its number, [1], for the backward.
+
+    `root` is the number of the `RootForward`, `first` the root's first tensor; the others are its arguments as `Written`.
+    """
     read_arguments = partial(read, text, tensors, integers, reals)
     return torch.tensor([_roots[int(root)].begin_compiled(first, read_arguments)])
 
@@ -210,7 +227,7 @@ def _(root: Tensor, first: Tensor, text: str, tensors: list[Tensor], integers: l
 
 
 def _maker(output: Any) -> str | None:
-    """Name of the tapped layer that made the first tensor of an output, if only views and casts follow it; else None."""
+    """Name of the tapped layer whose result, up to views and casts, is `output.logits` or else the first tensor; else None."""
     tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     logits = getattr(output, "logits", tensors[0] if tensors else None)
     node = logits.grad_fn if isinstance(logits, Tensor) else None

@@ -1,8 +1,8 @@
-"""The tap of one layer: its name, its site, and the parameters whose per-sample gradients the site explains.
+"""The tap of one layer: its name, its site (how this kind of layer is tapped), and the parameters whose gradients it computes.
 
-A tap lives as long as its layer, so compiled graphs, which name it by a number, stay valid over captures. It stores facts
-only:
-`tapped_model` has the state of the model, `layer_forward` runs the layer, `replaced_forward` installs the tap.
+A tap exists as long as its layer. Compiled graphs refer to it by a number and so stay valid from one capture to the next. It
+only stores these facts: `tapped_model` has the state of the model, `layer_forward` runs the layer, `replaced_forward` installs
+the tap.
 """
 
 import itertools
@@ -20,33 +20,34 @@ from gramian.taps.model.find_layers import FoundLayer
 from gramian.taps.sites.site import Site
 
 next_key = itertools.count().__next__
-"""Return the next of the numbers by which compiled graphs name taps and roots."""
+"""Function that returns a new number on every call; compiled graphs refer to taps and root modules by these numbers."""
 
 
 class Tap:
-    """Facts about one tapped layer of a model: number, name, site, and the parameters whose gradients it computes."""
+    """Facts about one tapped layer of a model: number, name, site (how it is tapped), and parameters that get gradients."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Refer weakly to the layer; `describe` fills in name, site and parameters at every installation."""
+        """Store a weak reference to the layer; `describe` sets name, site and parameters each time the tap is installed."""
         self.number = next_key()
         self.key = torch.tensor(self.number)
-        """The tap's number as an input of a graph: not a constant, so that one graph serves all blocks that look alike."""
+        """The tap's number as a tensor: an input of compiled graphs, not a constant, so that layers of equal structure share
+        one graph."""
         self.owner = weakref.ref(module)
         self.name = ""
         self.site: Site | None = None
-        """The site of the layer; None for a root without parameters of its own."""
+        """How the layer is tapped; None for a root module without direct parameters."""
         self.parameters: dict[str, str] = {}
-        """{local name: the user's name} of the parameters whose gradients this tap computes; tied ones under their first name.
-        """
+        """{name inside the layer: name in the user's model} of the parameters whose gradients this tap computes; a tied
+        parameter has the first of its names in the model."""
         self.is_root = False
         self.run: Callable[..., Any] = lambda *_: None
-        """`layer_forward.run_layer`, kept out of compiled graphs if the site does not compile; set at installation."""
+        """Function that runs the layer: `layer_forward.run_layer`, excluded from compilation if `site.compiles` is False."""
         self.traced_uses = 0
         """Number of calls of the layer in the graph that was traced last."""
         self._tracing: Any = lambda: None
 
     def describe(self, found: FoundLayer, is_root: bool) -> None:
-        """Copy name, site and parameters from what `find_layers` found about the layer."""
+        """Set name, site and parameters from `found`; `is_root`: the layer is the root module of the model."""
         self.name, self.site, self.parameters, self.is_root = found.name, found.site, found.parameters, is_root
 
     @contextmanager
@@ -59,7 +60,7 @@ class Tap:
             raise GramianError(str(error) if str(error).startswith(name) else name + str(error)) from None
 
     def count_traced_use(self) -> int:
-        """Count a call of this layer in the graph being traced; returns the number of earlier ones. Runs at trace time only."""
+        """Count a call of this layer while `torch.compile` traces a graph; returns the number of earlier calls in the graph."""
         context = TracingContext.try_get()
         if self._tracing() is not context:
             self._tracing, self.traced_uses = weakref.ref(context), 0

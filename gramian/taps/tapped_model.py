@@ -1,11 +1,11 @@
-"""The state of one tapped model: its listeners, the rule that governs its weight gradients, and the pass under way.
+"""The state of one tapped model: its listeners, its gradient rule, and the pass (a forward and its backward) under way.
 
 Everything that runs on a tapped model reads and writes this one object. The modules import each other in one direction:
 
     tap → tapped_model → layer_backward → observer → layer_forward ─┐
                        └→ proof (runs the model through these)   ──┴→ root_forward → replaced_forward → hub → capture
 
-`Hub` is this state together with the installed taps and the row proof.
+`Hub` is this state together with the installed taps and the row proof (the check that rows belong to the right samples).
 """
 
 import weakref
@@ -30,12 +30,12 @@ from gramian.taps.roles import GradientRule, Ordinary, ParameterInfo
 from gramian.taps.tap import Tap
 
 Call = tuple[str, int, int]
-"""A call of a tapped layer: its name, its ordinal in the forward, and its rows divided by B (0: one row for all samples)."""
+"""A call of a tapped layer: (its name, number of its earlier calls in the forward, rows per sample as `rows_over_batch`)."""
 
 
 @dataclass
 class ProofRun:
-    """One run of the row proof: the calls of tapped layers, and the layers whose one row was expanded to B rows."""
+    """Calls of tapped layers in one run of the row proof, and layers whose one row for all samples was expanded to B rows."""
 
     calls: list[Call] = field(default_factory=list)
     expanded: set[str] = field(default_factory=set)
@@ -51,7 +51,16 @@ class TapUse:
     def __init__(
         self, model: "TappedModel", tap: Tap, pass_: Pass | None, extra: Any, inside_backward: bool, ordinal: int = 0
     ) -> None:
-        """Record the call: `ordinal` counts earlier calls in the pass; `inside_backward`: in a checkpoint's second run."""
+        """Store the call.
+
+        Args:
+            model: the tapped model.
+            tap: the tap of the layer.
+            pass_: the pass (forward and backward) under way; None if `inside_backward`.
+            extra: what the layer's site saved besides tensors.
+            inside_backward: True if a backward runs, so that the call is a checkpoint's second run of the layer.
+            ordinal: number of earlier calls of the layer in the pass.
+        """
         self.model, self.tap, self.pass_, self.extra = model, tap, pass_, extra
         self.inside_backward, self.ordinal = inside_backward, ordinal
 
@@ -69,20 +78,21 @@ class TappedModel:
         self.batch = 0
         """Batch size B of the pass under way."""
         self.blank = False
-        """True if the pass under way has no samples and runs on one row of zeros (where a rule withholds gradients)."""
+        """True if the batch has no samples and runs on one row of zeros; only if the rule withholds weight gradients."""
         self.batch_size: int | None = None
-        """Batch size B as a listener gave it; None: the first axis of the root's first tensor."""
+        """Batch size B as a listener gave it; None: B is the size of the first axis of the root's first tensor argument."""
         self.ticket = torch.zeros(1, dtype=torch.int64)
         """The number of the pass under way, as an input of compiled graphs."""
         self.probe = torch.zeros((), requires_grad=True)
-        """An input of every observer, so that it has a backward even if no output of its layer requires a gradient."""
+        """An input of every observer (the identity on a layer's outputs), so that its backward runs even if no output of the
+        layer requires a gradient."""
         self.probe.register_hook(refuse_create_graph)  # of a compiled backward, inside which grad mode is always off
         self.rule: GradientRule = Ordinary()
         self.parameters: dict[str, ParameterInfo] = {}
         self.audited: frozenset[str] = frozenset()
         """Parameters whose entire gradient was compared with autograd's; from then on projections are compared."""
         self.audits = 0
-        """Number of audited backwards; it decides which parameters are compared next, by turns."""
+        """Number of audited backwards, from which the next audit computes whose turn it is to be compared."""
         self.directions: dict[Any, Directions] = {}
         """Random directions on which audits project gradients, by shape and device."""
         self.listeners: list[Listener] = []
@@ -92,25 +102,24 @@ class TappedModel:
         self.calls: list[Call] = []
         """Calls of tapped layers in the forward under way (eager mode)."""
         self.lockstep = Lockstep()
-        """Processes that gather weights for each other (FSDP2), which must make equally many runs of a proof."""
+        """Lets all processes of an FSDP2 model make equally many runs of a proof, because each run gathers weights from all."""
         self.proven_calls: set[Call] = set()
-        """Calls (layer, ordinal, rows over B) that a row proof has seen."""
+        """Calls of layers that occurred in a row proof, so that they are covered by it."""
         self.shared: set[str] = set()
-        """Layers that were proven to see one row for all samples: their output is expanded to B rows."""
+        """Layers that process one row for all samples, as a row proof has shown: their output is expanded to B rows."""
         self.proof_run: ProofRun | None = None
         """The run of a row proof that is under way; None: there is none."""
         self.weights: dict[str, Tensor] | None = None
-        """{parameter: the tensor that its layer read} of an untapped run of a proof; None: no such run is under way."""
+        """{parameter: the tensor that its layer used} in a proof's run without taps; None: no such run is under way."""
         self.gathered: GatheredParameters | None = None
-        """FSDP2's parameters of the model while taps are installed, else None."""
+        """Finds tensors that are views of weights gathered by FSDP2; None while no taps are installed."""
         self.tensor_parallel: TensorParallel | None = None
-        """Processes of a tensor-parallel model that each take a share of the samples, while a listener takes shares; None:
-        every
+        """The processes of a tensor-parallel model, each of which computes gradients of its share of the samples; None: every
         process uses all samples it sees."""
         self.on_inputs: Callable[[Any], None] = lambda inputs: None
-        """Called with the arguments of every forward of the root (eager mode)."""
+        """Called with (args, kwargs) of every forward of the root in eager mode, except those of a row proof."""
         self.output_layer: str | None = None
-        """The layer whose output, up to views and casts, the last forward of the root returned (eager mode)."""
+        """Name of the layer whose output, up to views and casts, the last eager forward of the root returned; None: unknown."""
 
     @property
     def root_module(self) -> nn.Module:
@@ -133,7 +142,7 @@ class TappedModel:
         return any(listener.per_sample and listener.proof != "off" for listener in self.listeners)
 
     def groupings(self) -> list[Tensor | None]:
-        """The listeners' different `sample_ids` tensors, by identity; None in the list: each row is a unit."""
+        """The `sample_ids` tensors of all listeners, each object once; None: each row is a sample."""
         found: list[Tensor | None] = []
         for listener in self.listeners:
             ids = listener.sample_ids if listener.per_sample else None
@@ -146,17 +155,17 @@ class TappedModel:
         return any([listener.proof_is_due() for listener in self.listeners])
 
     def proof_failed(self) -> None:
-        """Tell all listeners that a repeated row proof failed: results since the last proof are not proven."""
+        """Notify all listeners that a repeated row proof failed: results since the last proof are not proven."""
         for listener in self.listeners:
             listener.proof_failed()
 
     def proof_stays_open(self) -> None:
-        """Tell all listeners that all samples of a batch are equal, which proves nothing; a listener may raise."""
+        """Notify all listeners that all samples of a batch are equal, so that nothing was proven; a listener may raise."""
         for listener in self.listeners:
             listener.proof_stays_open()
 
     def watch(self, tap: Tap) -> None:
-        """Give all listeners the tensors that the layer of `tap` uses for its parameters in this forward."""
+        """Call `watch` of all listeners with the tensors that the layer of `tap` uses for its parameters in this forward."""
         module = tap.owner()
         if module is not None:
             for local, name in tap.parameters.items():
@@ -164,7 +173,7 @@ class TappedModel:
                     listener.watch(name, user_names.parameter(module, local))
 
     def open_pass(self, first: Tensor) -> int:
-        """Open a pass for a batch whose first tensor is this one, and return its number."""
+        """Open a pass (one forward and its backward) and return its number; `first` is the root's first tensor, [B, …]."""
         new = not self.audited.issuperset(self.parameters)
         length = first.shape[1] if first.dim() > 1 else None
         return self.passes.open(first.shape[0], length, new, 0 if torch.compiler.is_compiling() else first.data_ptr())
@@ -173,7 +182,10 @@ class TappedModel:
 
     @contextmanager
     def recorded_by(self, recorder: Listener) -> Iterator[ProofRun]:
-        """Context manager: only a proof's recorder listens; afterwards the listeners and the pass under way are restored."""
+        """Context manager for a proof's run: `recorder` is the only listener; afterwards listeners and pass are restored.
+
+        Yields what the run records. Raises, at the end, a tap's GramianError that `raise_after_run` stored.
+        """
         self.passes.settle()  # reports a backward that broke off, while its own listeners are attached
         listeners, current, per_sample, batch = list(self.listeners), self.passes.current, self.per_sample, self.batch
         output_layer = self.output_layer
@@ -192,7 +204,7 @@ class TappedModel:
 
     @contextmanager
     def untapped(self) -> Iterator[dict[str, Tensor]]:
-        """Context manager: the model runs without taps; yields {parameter: tensor that its layer read}, filled by the run."""
+        """Context manager: the model runs without taps; yields {parameter: tensor that its layer used}, filled by the run."""
         self.live, self.weights = False, {}
         try:
             yield self.weights
@@ -200,9 +212,9 @@ class TappedModel:
             self.live, self.weights = True, None
 
     def raise_after_run(self, tap: Tap, error: GramianError) -> None:
-        """Raise a tap's error now, or after a proof's run if other processes wait for what the rest of the run gathers.
+        """Raise a tap's error now, or store it until a proof's run is over if other processes gather weights in this run.
 
-        It is raised at once if the layer's weights are not gathered: autograd would crash on them.
+        It is raised now if this process has only a shard of the layer's weights: autograd would crash on them.
         """
         module = tap.owner()
         gone = module is None or any(isinstance(p, DTensor) for p in module.parameters())
@@ -212,7 +224,10 @@ class TappedModel:
 
 
 def rows_over_batch(saved: Sequence[Tensor], outputs: Sequence[Tensor], batch: int) -> int:
-    """Rows of a call divided by B: 0 for one row that all samples share, minus the rows if they are not a multiple of B."""
+    """Rows per sample of a layer's call: 0 for one row shared by all samples, −rows if `rows` is not a multiple of `batch`.
+
+    `rows` is the size of the first axis of the first of the saved tensors and outputs that has axes.
+    """
     first = next((t for t in (*saved, *outputs) if t.dim()), None)
     rows = 0 if first is None else first.shape[0]
     if rows == 1 and batch != 1:
@@ -221,7 +236,7 @@ def rows_over_batch(saved: Sequence[Tensor], outputs: Sequence[Tensor], batch: i
 
 
 def refuse_unseen(model: TappedModel, calls: Sequence[Call]) -> None:
-    """Raise GramianError if no row proof has seen one of these calls of an FSDP2 model, which one process cannot prove."""
+    """Raise GramianError if one of these calls occurred in no row proof, which one process of an FSDP2 model cannot run."""
     for layer, ordinal, rows in calls:
         if (layer, ordinal, rows) not in model.proven_calls:
             raise GramianError(

@@ -1,6 +1,6 @@
-"""The unit (a user, a packed document) that each row or token of a batch belongs to, if units are not the rows.
+"""Units: groups of rows or tokens of a batch (all rows of one user, one packed document) that count as one sample.
 
-Shapes: B rows of the batch, T tokens per row, U units, L the most tokens any unit has.
+Shapes: B rows of the batch, T tokens per row, U units, L tokens of the largest unit.
 """
 
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ from torch import Tensor
 from gramian.core.errors import GramianError
 
 MOST = 2**24
-"""Exclusive upper bound of unit ids: results have one row for each number up to the largest id."""
+"""Exclusive upper bound of unit ids: results have one row for each id from 0 to the largest, so a huge id is an error."""
 
 
 @dataclass
 class Units:
-    """A regrouping of rows ([B]) or tokens ([B, T]) into units 0 … U-1.
+    """Assignment of rows or tokens to units 0 … U-1: `ids` [B] has each row's unit, or [B, T] each token's; `count` is U.
 
     A unit with fewer tokens than the largest one is padded with zeros, which add nothing to any gradient.
     """
@@ -27,17 +27,17 @@ class Units:
 
     @classmethod
     def of(cls, sample_ids: Tensor, batch: int) -> "Units":
-        """Check `sample_ids` against the batch and count the units, which are numbered from 0.
+        """Check `sample_ids` against the batch size; the number of units U is the largest id plus 1.
 
         Args:
-            sample_ids: [B] (rows) or [B, T] (tokens of packed rows), integers from 0.
-            batch: B.
+            sample_ids: the unit of each row [B], or of each token of packed rows [B, T]; integers from 0.
+            batch: number B of rows.
 
         Returns:
-            The regrouping.
+            The assignment of rows or tokens to units.
 
         Raises:
-            GramianError: for another shape, another dtype, or an id that is negative or too large.
+            GramianError: for another shape, a dtype that is not an integer, or an id that is negative or not below MOST.
         """
         integers = not sample_ids.is_floating_point() and sample_ids.dtype != torch.bool
         if not integers or sample_ids.dim() not in (1, 2) or sample_ids.shape[0] != batch:
@@ -54,13 +54,17 @@ class Units:
         return cls(sample_ids, int(sample_ids.max()) + 1 if sample_ids.numel() else 0)
 
     def sum_rows(self, t_B: Tensor) -> Tensor:
-        """Sum the rows of [B, …] that belong to one unit: [U, …]. Only for ids of shape [B]."""
+        """Sum the rows of a tensor [B, …] by unit: [U, …]. Raises GramianError if ids are given by token ([B, T])."""
         if self.ids.dim() != 1:
             raise GramianError("sample_ids: tokens of this layer cannot be told apart; expected ids of shape [B]")
         return t_B.new_zeros(self.count, *t_B.shape[1:]).index_add_(0, self.ids.to(t_B.device), t_B)
 
     def gather_tokens(self, t_BT: Tensor) -> Tensor:
-        """Lay the tokens of [B, T, …] out by unit: [U, L, …], zeros where a unit has fewer than L tokens."""
+        """Group the tokens of a tensor [B, T, …] by unit: [U, L, …], with zeros where a unit has fewer than L tokens.
+
+        Raises:
+            GramianError: if ids are given by token ([B, T]) and the tensor has another number of tokens per row.
+        """
         batch, tokens = t_BT.shape[:2]
         index_UL, valid_UL = self._plan(tokens, t_BT.device)
         out = t_BT.reshape(batch * tokens, *t_BT.shape[2:])[index_UL]

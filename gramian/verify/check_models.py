@@ -9,7 +9,7 @@ from gramian.models import GPT, GPTConfig
 
 
 def perturbed(build: Callable[[], nn.Module], scale: float) -> nn.Module:
-    """Build a float64 model with fixed random weights plus noise of a given scale: zero biases and unit norms hide errors."""
+    """Build a float64 model with fixed random weights, plus noise of a given scale in all parameters, also in zero biases."""
     generator = torch.Generator().manual_seed(1)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)

@@ -17,12 +17,12 @@ class Comparison:
     """The error of one tensor that the library computed, relative to a reference."""
 
     layer: str
-    """What was compared: a layer, a parameter, or a factor (A or G) of a block."""
+    """What was compared: a layer, a parameter, or a factor (A or G) of a K-FAC block (the curvature of one layer)."""
     case: str
     """Options under which the tensor was computed."""
     error: float
     declared: str = ""
-    """Name of the approximation that `kfac.record()` declares, if the reference computes that one too; empty: it is exact."""
+    """Name of a declared K-FAC approximation, which the reference computes too; empty: the reference is exact."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class VerifyOutcome:
 
     @property
     def worst(self) -> Comparison | None:
-        """The comparison with the largest error; NaN counts as infinite."""
+        """The comparison with the largest error, NaN counting as infinite; None if nothing was compared."""
         return max(self.comparisons, key=lambda c: math.inf if math.isnan(c.error) else c.error, default=None)
 
     @property
@@ -110,7 +110,7 @@ def run_checks(
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Context: set torch's number of CPU threads, and restore it afterwards."""
+    """Context manager: set torch's number of CPU threads, and restore it afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -120,7 +120,7 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def relative_error(value: Tensor, reference: Tensor, size: float | None = None) -> float:
-    """‖value − reference‖ / size in float64 on the CPU; `size` is ‖reference‖ by default. If it is 0 the error is absolute.
+    """‖value − reference‖ / size in float64 on the CPU; size None: ‖reference‖. If the size is 0 the error is absolute.
 
     Raises:
         ValueError: if the shapes differ.

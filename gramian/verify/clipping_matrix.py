@@ -28,8 +28,8 @@ from gramian.verify.clipping_subjects import SUBJECTS, ClippingSubject, loss_of,
 from gramian.verify.model_layouts import gathered, spread
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 3e-2}
-"""{dtype: largest error} of per-sample norms, and of clipped sums relative to the sum of the norms that are added. In float32 a
-declared safety margin makes the clip norm smaller by 8e-6.
+"""{dtype: largest error} of per-sample norms, and of clipped sums relative to the sum of the norms that are added. In float32
+the library clips to a norm that is smaller by a declared safety margin, relatively 8e-6.
 """
 MODES = ("auto", "bookkeeping", "keep", "two_pass")
 ALGORITHMS = ("auto", "gram", "direct")
@@ -76,7 +76,7 @@ class _Bench:
 
     subject: ClippingSubject
     dtype: torch.dtype
-    where: ProcessGrid
+    grid: ProcessGrid
     cases: tuple[ClippingCase, ...]
     stopwatch: Stopwatch | None = None
     """Collects the times of the private steps; None: they are not timed."""
@@ -84,7 +84,7 @@ class _Bench:
     @property
     def counts(self) -> list[int]:
         """Number of samples of every process, by rank."""
-        return [SAMPLES[rank % len(SAMPLES)] for rank in range(self.where.size)]
+        return [SAMPLES[rank % len(SAMPLES)] for rank in range(self.grid.size)]
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -99,18 +99,21 @@ class _Bench:
     @property
     def rows(self) -> slice:
         """Slice of this process's samples among those of all processes."""
-        start = sum(self.counts[: self.where.rank])
-        return slice(start, start + self.counts[self.where.rank])
+        start = sum(self.counts[: self.grid.rank])
+        return slice(start, start + self.counts[self.grid.rank])
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """Inputs and labels of the samples of all processes, on this process's device."""
         x, y = self.subject.batch(sum(self.counts), self.dtype)
-        return x.to(self.where.device), y.to(self.where.device)
+        return x.to(self.grid.device), y.to(self.grid.device)
 
     @contextmanager
     def private(self, **options: Any) -> Iterator[tuple[nn.Module, torch.optim.SGD, PrivacyEngine]]:
-        """Context: the model made private without noise and placed on the processes, its optimizer, and the privacy engine."""
-        model = spread(self.subject.model(self.dtype).to(self.where.device), self.where)
+        """Context manager: the model, private without noise and placed on the processes, its optimizer, and its privacy engine.
+
+        `options` are further arguments of `make_private`.
+        """
+        model = spread(self.subject.model(self.dtype).to(self.grid.device), self.grid)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
         engine = PrivacyEngine(insecure_reproducible=True, seed=0)
         engine.stopwatch.on = self.stopwatch is not None
@@ -156,8 +159,8 @@ class _Bench:
         """Compare a private step after several backwards, in one of which the last process has no samples."""
         want = clip(self.gradients, self.limit)
         (x, y), mine = self.batch(), self.rows
-        alone = self.where.size == 1
-        cut = mine.start + 1 if alone or self.where.rank < self.where.size - 1 else mine.stop
+        alone = self.grid.size == 1
+        cut = mine.start + 1 if alone or self.grid.rank < self.grid.size - 1 else mine.stop
         for mode in dict.fromkeys(case.mode for case in self.cases):
             with self.private(clipping=mode, loss_reduction="sum") as (model, optimizer, engine):
                 for part in (slice(mine.start, cut), slice(cut, mine.stop)):
@@ -182,7 +185,7 @@ class _Bench:
         """Compare a private step in which the first sample of the first process is NaN: it must be left out."""
         want = clip({name: g[1:] for name, g in self.gradients.items()}, self.limit)
         (x, y), mine = self.batch(), self.rows
-        weights = torch.ones(len(x), dtype=self.dtype, device=self.where.device)
+        weights = torch.ones(len(x), dtype=self.dtype, device=self.grid.device)
         weights[0] = float("nan")
         for mode in dict.fromkeys(case.mode for case in self.cases):
             with self.private(clipping=mode, loss_reduction="sum") as (model, optimizer, engine):
@@ -190,7 +193,7 @@ class _Bench:
                 counted = engine.nonfinite
                 optimizer.step()
                 yield from _compare(model, want, mode)
-            yield Comparison("samples left out", mode, float(abs(counted - (self.where.rank == 0))))
+            yield Comparison("samples left out", mode, float(abs(counted - (self.grid.rank == 0))))
 
 
 def _compare(model: nn.Module, want: ClippedSum, case: str) -> Iterator[Comparison]:
@@ -206,26 +209,27 @@ def _compare(model: nn.Module, want: ClippedSum, case: str) -> Iterator[Comparis
 
 
 def plan(
-    where: ProcessGrid,
+    grid: ProcessGrid,
     models: Sequence[str] = tuple(SUBJECTS),
     cases: Sequence[ClippingCase] = CASES,
     stopwatch: Stopwatch | None = None,
 ) -> list[VerifyCheck]:
     """List the checks of clipping, model by model; nothing is computed yet.
 
-    The checks are collective, in the same order on every process. A stopwatch collects the times of all private steps.
+    The checks are collective, in the same order on every process. `stopwatch` collects the times of all private steps; None:
+    they are not timed.
     """
     found: list[VerifyCheck] = []
     for name in models:
         subject, check = SUBJECTS[name], partial(VerifyCheck, name)
-        if where.uses_fsdp2 and not subject.shards:
+        if grid.uses_fsdp2 and not subject.shards:
             continue
-        benches = {dtype: _Bench(subject, dtype, where, tuple(cases), stopwatch) for dtype in TOLERANCES}
+        benches = {dtype: _Bench(subject, dtype, grid, tuple(cases), stopwatch) for dtype in TOLERANCES}
         for dtype, bench in benches.items():
             found += [check(f"clipped sums, {str(dtype).removeprefix('torch.')}", TOLERANCES[dtype], bench.sums)]
         exact, tolerance = benches[torch.float64], TOLERANCES[torch.float64]
         found += [check("several backwards", tolerance, exact.accumulated)]
-        if not where.uses_fsdp2:
+        if not grid.uses_fsdp2:
             found += [check("single samples", tolerance, exact.single)]
         found += [check("a sample that is NaN", tolerance, exact.nonfinite)]
     return found

@@ -96,7 +96,10 @@ def _checkpointed() -> nn.Module:
 
 @dataclass(frozen=True)
 class ClippingSubject:
-    """A model to check and the shape of its inputs; there is one label per sample, or per token if `classes` equals `ids`."""
+    """A model whose clipping is checked, and the shape of its inputs.
+
+    There is one label per sample; a language model, whose `classes` are its token ids (`ids` of them), has one per token.
+    """
 
     name: str
     build: Callable[[], nn.Module]

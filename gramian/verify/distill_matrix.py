@@ -42,7 +42,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2}
 SLACKS = {torch.float64: 0.0, torch.float32: 1e-5, torch.bfloat16: 1e-3}
 """{dtype: error of dL/dT that is ignored}, in units of kd_weight · 2T · KL: terms of that size cancel in dL/dT at some T."""
 KEPT = 24
-"""Number of ids K that the top-k check gives to the loss."""
+"""Number of ids K of the teacher in the check of a top-k teacher."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class _Problem:
         }
 
 
-def plan(where: ProcessGrid) -> list[VerifyCheck]:
+def plan(grid: ProcessGrid) -> list[VerifyCheck]:
     """List the checks of distillation that these processes can run; nothing is computed yet."""
-    device, checks = where.device, []
-    if where.size == 1:
+    device, checks = grid.device, []
+    if grid.size == 1:
         for dtype in (torch.float64, torch.float32, *[torch.bfloat16] * (device.type == "cuda")):
             name, tolerance = f"loss, {str(dtype).removeprefix('torch.')}", TOLERANCES[dtype]
             for problem in (_Problem(37, 257), _Problem(1, 50), _Problem(64, 1000)):
@@ -84,8 +84,8 @@ def plan(where: ProcessGrid) -> list[VerifyCheck]:
             checks.append(VerifyCheck("top-k", name, tolerance, partial(_topk, _Problem(37, 257), dtype, device)))
         checks.append(VerifyCheck("37 × 257", "parts add up", 1e-12, partial(_parts, _Problem(37, 257), device)))
         checks.append(VerifyCheck("Goose", "scan = sequential", 1e-5, partial(_scan, device)))
-        checks.append(VerifyCheck("GPT", "caches = live teacher", 1e-2, partial(_caches, where)))
-    checks.append(VerifyCheck("GPT", f"gradient on {where.size} as on one", 1e-10, partial(_processes, where)))
+        checks.append(VerifyCheck("GPT", "caches = live teacher", 1e-2, partial(_caches, grid)))
+    checks.append(VerifyCheck("GPT", f"gradient on {grid.size} as on one", 1e-10, partial(_processes, grid)))
     return checks
 
 
@@ -200,15 +200,15 @@ def _teacher(device: torch.device, dtype: torch.dtype) -> GPT:
     return model
 
 
-def _caches(where: ProcessGrid) -> Iterator[Comparison]:
+def _caches(grid: ProcessGrid) -> Iterator[Comparison]:
     """Compare a student's loss with cached hidden states and with cached top-k logits to that with the live teacher."""
     windows = _windows()
-    live = LiveTeacher(_teacher(where.device, torch.float32))
+    live = LiveTeacher(_teacher(grid.device, torch.float32))
     student = DistillObjective(
-        GPT(GPTConfig(vocabulary=97, context=16, layers=1, width=16, heads=2), seed=5).to(where.device), RowObjective()
+        GPT(GPTConfig(vocabulary=97, context=16, layers=1, width=16, heads=2), seed=5).to(grid.device), RowObjective()
     )
     index = np.arange(len(windows))
-    rows = {name: t.to(where.device) for name, t in windows.stack(index).items()} | {"windows": torch.from_numpy(index)}
+    rows = {name: t.to(grid.device) for name, t in windows.stack(index).items()} | {"windows": torch.from_numpy(index)}
 
     def loss(signal: DenseSignal | SparseSignal | Any, temperature: float) -> Tensor:
         with evaluation_mode(student):
@@ -228,9 +228,9 @@ def _caches(where: ProcessGrid) -> Iterator[Comparison]:
             cache.close()
 
 
-def _processes(where: ProcessGrid) -> Iterator[Comparison]:
+def _processes(grid: ProcessGrid) -> Iterator[Comparison]:
     """Compare gradients of student and T under DDP or FSDP2, with uneven batches, to those of one process with all rows."""
-    windows, device = _windows(), where.device
+    windows, device = _windows(), grid.device
     index = np.arange(len(windows))
     rows = {name: t.to(device) for name, t in windows.stack(index).items()}
     total = int((rows["targets"] != IGNORED).sum())
@@ -249,15 +249,15 @@ def _processes(where: ProcessGrid) -> Iterator[Comparison]:
 
     expected, slope = gradients(objective(), LiveTeacher(_teacher(device, torch.float64)), rows, 1)
     teacher = _teacher(device, torch.float64)
-    if where.size > 1:
+    if grid.size > 1:
         teacher = shard_teacher(teacher)  # type: ignore[assignment]
-    cut = [len(index) * (rank**2) // where.size**2 for rank in range(where.size + 1)]
-    mine = {name: t[cut[where.rank] : cut[where.rank + 1]] for name, t in rows.items()}
+    cut = [len(index) * (rank**2) // grid.size**2 for rank in range(grid.size + 1)]
+    mine = {name: t[cut[grid.rank] : cut[grid.rank + 1]] for name, t in rows.items()}
     if not len(mine["tokens"]):  # a row without targets
         mine = {name: t[:1].clone() for name, t in rows.items()}
         mine["targets"].fill_(IGNORED)
-    module = wrap_data_parallel(objective(), where)
-    found, t_slope = gradients(module, LiveTeacher(teacher), mine, where.size)
+    module = wrap_data_parallel(objective(), grid)
+    found, t_slope = gradients(module, LiveTeacher(teacher), mine, grid.size)
     for name, gradient in found.items():
-        yield Comparison(name, where.kind, relative_error(gathered(gradient), expected[name]))
-    yield Comparison("temperature", where.kind, relative_error(where.sum_(t_slope), slope))
+        yield Comparison(name, grid.kind, relative_error(gathered(gradient), expected[name]))
+    yield Comparison("temperature", grid.kind, relative_error(grid.sum_(t_slope), slope))

@@ -15,7 +15,10 @@ from gramian.verify.kfac_reference import DAMPING, DAMPING_A, DAMPING_G, KAPPA, 
 
 
 def make_kfac(mode: str = "pi", policy: str = "all", clip: bool = False, **options: Any) -> KFACNaturalGradient:
-    """Make a K-FAC object with these options; its size thresholds are low, so that policies differ on small models."""
+    """Make a K-FAC object with damping mode `mode`, storage policy `policy` and, with `clip`, the condition-number clip.
+
+    Its size thresholds are low, so that policies differ on small models; `options` are further keyword arguments.
+    """
     if mode == "factored":
         options |= {"damping_A": DAMPING_A, "damping_G": DAMPING_G}
     return KFACNaturalGradient(
@@ -32,7 +35,7 @@ def make_kfac(mode: str = "pi", policy: str = "all", clip: bool = False, **optio
 
 
 def _as_matrix(block: Block, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Arrange the tensors of a block's parameters as a matrix [O, M], with the bias as last column."""
+    """Arrange the tensors of a K-FAC block's parameters (weight, bias) as a matrix [O, M], with the bias as last column."""
     weight, *bias = (tensors[name] for name in block.spec.parameters)
     if block.A is None:
         return weight.reshape(-1, 1)
@@ -43,7 +46,7 @@ def _as_matrix(block: Block, tensors: Mapping[str, Tensor]) -> Tensor:
 def compare_factors(
     kfac: KFACNaturalGradient, expected: Mapping[str, ExpectedBlock], case: str
 ) -> Iterator[Comparison]:
-    """Compare the factors A and G of every block with those of the dense reference.
+    """Compare the factors A and G of every K-FAC block (parameters of a layer) with those of the dense reference.
 
     Raises:
         ValueError: if one of them lacks a block.
@@ -58,7 +61,7 @@ def compare_factors(
 
 
 def _raised_damping(block: Block, mode: str) -> float | None:
-    """The larger damping by which a block replaces the condition-number clip, if it declares that; None: the clip is exact."""
+    """The larger damping that a K-FAC block uses in place of the condition-number clip, if it declares so; else None."""
     joint = block.clips.get("joint")
     if mode != "joint" or joint is None or not block.G.work.clip_note.startswith("damping raised"):
         return None
@@ -74,9 +77,10 @@ def compare_natural(
     clip: bool,
     case: str,
 ) -> Iterator[Comparison]:
-    """Compare the natural gradient (F + damping)^power ∇ of every block with the dense reference.
+    """Compare the natural gradient (F + damping)^power ∇ of every K-FAC block, with curvature F, with the dense reference.
 
-    Where a block declares an approximation, the reference computes the same approximation.
+    `natural` are the library's, {parameter: tensor}; `mode` is the damping mode, `clip` whether condition numbers are clipped.
+    If a block declares an approximation of the clip, the reference computes the same approximation.
     """
     for name, block in kfac.kfac_factors.items():
         damping = _raised_damping(block, mode)
@@ -87,7 +91,7 @@ def compare_natural(
 
 
 def compare_kfac(kfac: KFACNaturalGradient, other: KFACNaturalGradient, case: str) -> Iterator[Comparison]:
-    """Compare the factors A and G of every block of two K-FAC objects.
+    """Compare the factors A and G of every block (parameters of a layer) of two K-FAC objects.
 
     Raises:
         ValueError: if one of them lacks a block.

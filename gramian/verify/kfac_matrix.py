@@ -67,7 +67,7 @@ def _capture(
     scale: float = 1.0,
     **options: Any,
 ) -> None:
-    """Run one backward of the model's loss inside `kfac.capture`, which computes the factors."""
+    """Run one backward of `scale` times the model's loss inside `kfac.capture(…, **options)`, which computes the factors."""
     model.zero_grad()
     options = {"loss_reduction": reduction, **options}
     with kfac.capture(model, num_terms=y.numel(), **options):
@@ -84,7 +84,7 @@ class _Bench:
 
     @cached_property
     def reference(self) -> KFACReference:
-        """Blocks of the dense reference, shared by all checks of this model."""
+        """The dense reference of K-FAC, shared by all checks of this model."""
         return KFACReference(self.subject)
 
     @property
@@ -100,16 +100,16 @@ class _Bench:
     def library(
         self, device: torch.device | None = None, dtype: torch.dtype = torch.float64
     ) -> tuple[nn.Module, Tensor, Tensor]:
-        """The model, and inputs and labels of its batch, on a device and in a dtype."""
+        """The model, and inputs and labels of its batch, on a device (None: that of this bench) and in a dtype."""
         where = device or self.device
         return self.subject.model(where, dtype), *self.subject.batch(where, dtype)
 
     def factors(self) -> Iterator[Comparison]:
-        """Compare A and G with the reference under every storage policy."""
+        """Compare the K-FAC factors A and G of all layers with the reference under every storage policy."""
         return self._factors(self.reference)
 
     def natural(self, mode: str) -> Iterator[Comparison]:
-        """Compare natural gradients (F + damping)^p ∇ of one damping mode with the reference, in all its cases."""
+        """Compare natural gradients with the reference, in all cases of damping mode `mode`."""
         return self._natural([case for case in self.cases if case.mode == mode], self.reference)
 
     def exact_head(self) -> Iterator[Comparison]:
@@ -139,7 +139,7 @@ class _Bench:
     # ---- Monte Carlo labels ----
 
     def mc_labels(self) -> Iterator[Comparison]:
-        """Check that drawn labels give the factors of the same labels given, and are drawn only where the batch has labels."""
+        """Check that labels are drawn only where the batch has labels, and that factors are those of the drawn labels."""
         _, gradients, counted, kfac = self._drawn(1)
         labels = gradients[0].argmin(-1).masked_fill(~gradients[0].any(-1), IGNORE)
         wrong = int((labels != IGNORE).ne(counted).sum())
@@ -157,10 +157,10 @@ class _Bench:
         yield Comparison("all positions", f"{len(gradients)} draws", abs(float(drawn[:, counted].sum())) / deviation)
 
     def _drawn(self, draws: int, contrast: float = 1.0) -> tuple[Tensor, list[Tensor], Tensor, KFACNaturalGradient]:
-        """Draw labels `draws` times; returns logits, the gradient p − e_label of each draw, counted positions, and the K-FAC.
+        """Draw labels `draws` times; returns logits, their gradient of each draw, counted positions, and the K-FAC object.
 
-        A plain torch hook on the head sees the gradients, and thereby the labels; earlier ones, of the test that rows of the
-        batch do not mix, are left out.
+        A plain torch hook on the head records the gradients softmax(logits) − one-hot(label), which show the drawn labels.
+        Gradients of earlier backwards, which test that rows of the batch do not mix, are left out.
         """
         model, x, y = self.library()
         head = model.get_submodule(self.subject.head)
@@ -213,7 +213,10 @@ class _Bench:
     def _same(
         self, model: nn.Module, mode: str, what: str, batch: tuple[Tensor, Tensor], factor: float = 1.0, **how: Any
     ) -> Iterator[Comparison]:
-        """Compare factors and natural gradient of `batch`, whose gradient is `factor` times larger, with the plain batch's."""
+        """Compare factors and natural gradient of `batch`, whose gradient is `factor` times larger, with the plain batch's.
+
+        `mode` is the damping mode, `what` the name of the case, `how` are options of `_capture` for `batch`.
+        """
         plain, other = make_kfac(mode), make_kfac(mode)
         _capture(plain, model, *self.subject.batch(self.device))
         natural = plain.compute_natural_gradient(model)
@@ -253,7 +256,7 @@ class _Bench:
 
 @contextmanager
 def _no_tf32() -> Iterator[None]:
-    """Context: compute in full float32 precision, without TF32."""
+    """Context manager: compute in full float32 precision, without TF32."""
     before = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
     torch.backends.cudnn.allow_tf32 = False
     torch.set_float32_matmul_precision("highest")
@@ -269,8 +272,8 @@ def plan(
 ) -> list[VerifyCheck]:
     """List the checks of K-FAC, model by model; nothing is computed yet.
 
-    The library runs on `device`, by default a GPU if there is one, the reference on the CPU. Fewer `cases` make the run
-    shorter.
+    The library runs on `device` (None: a GPU if there is one, else the CPU), the reference on the CPU. Fewer `cases` make the
+    run shorter.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found: list[VerifyCheck] = []

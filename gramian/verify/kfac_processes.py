@@ -77,7 +77,7 @@ class _Bench:
 
     @cached_property
     def reference(self) -> KFACReference:
-        """Blocks of the dense reference on the samples of all processes."""
+        """The dense reference of K-FAC on the samples of all processes."""
         return KFACReference(self.subject)
 
     @property
@@ -98,12 +98,12 @@ class _Bench:
 
     def model(self, dtype: torch.dtype = torch.float64) -> nn.Module:
         """Build the model and place it on the processes (DDP, FSDP2 or tensor parallel)."""
-        model = self.subject.model(self.layout.where.device, dtype)
+        model = self.subject.model(self.layout.grid.device, dtype)
         return self.layout.place(model, LINEARS[self.subject.name] if self.layout.tensor_parallel else None)
 
     def batch(self, counts: Sequence[int], dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs and labels of this process's samples, and their numbers among all samples."""
-        x, y = self.subject.batch(self.layout.where.device, dtype)
+        x, y = self.subject.batch(self.layout.grid.device, dtype)
         start = sum(counts[: self.layout.rank])
         ids = torch.arange(start, start + counts[self.layout.rank], device=x.device)
         return x[ids], y[ids], ids
@@ -118,7 +118,7 @@ class _Bench:
     # ---- against the oracle ----
 
     def factors(self) -> Iterator[Comparison]:
-        """Compare A and G with the reference under every reduction and storage policy."""
+        """Compare the K-FAC factors A and G of all layers with the reference under every reduction and storage policy."""
         model = self.model()
         chosen = dict.fromkeys((case.reduction, case.policy) for case in self.cases)
         for (how, counts), (reduction, policy) in itertools.product(self.splits.items(), chosen):
@@ -128,7 +128,7 @@ class _Bench:
             yield from compare_factors(kfac, self.reference.blocks, case)
 
     def natural(self, mode: str) -> Iterator[Comparison]:
-        """Compare natural gradients (F + damping)^p ∇ of one damping mode with the reference, in all its cases."""
+        """Compare natural gradients with the reference, in all cases of damping mode `mode`."""
         model = self.model()
         counts = _samples(self.layout.data)
         mean = self.layout.data / self.reference.terms  # W processes divide by W the sum over N terms
@@ -171,7 +171,7 @@ class _Bench:
     def drawn_labels(self) -> Iterator[Comparison]:
         """Check that drawn labels depend on a sample's id, not on its process: factors equal those of one process."""
         model = self.model()
-        x, y = self.subject.batch(self.layout.where.device)
+        x, y = self.subject.batch(self.layout.grid.device)
         ids = torch.arange(len(x), device=x.device)
         for (how, counts), reduction in itertools.product(self.splits.items(), self.reductions):
 
@@ -184,7 +184,7 @@ class _Bench:
             yield from compare_kfac(together, one, _label("mc", reduction, how))
 
     def subset(self) -> Iterator[Comparison]:
-        """Check that all processes together select the same token subset, that of the smallest keys, as one process does."""
+        """Check that all processes together select the same subset of tokens (smallest random keys) as one process does."""
         for case, together in self._together(max_tokens=SUBSET):
             yield from compare_kfac(together, self._alone(max_tokens=SUBSET), case)
 
@@ -207,8 +207,8 @@ class _Bench:
     def _alone(self, dtype: torch.dtype = torch.float64, **options: Any) -> KFACNaturalGradient:
         """K-FAC of this process alone on the samples of all processes."""
         kfac = make_kfac(process_group=self.alone, **options)
-        model = self.subject.model(self.layout.where.device, dtype)
-        x, y = self.subject.batch(self.layout.where.device, dtype)
+        model = self.subject.model(self.layout.grid.device, dtype)
+        x, y = self.subject.batch(self.layout.grid.device, dtype)
         with kfac.capture(model, num_terms=y.numel(), loss_reduction="sum"):
             cross_entropy(model, x, y, "sum").backward()
         return kfac
@@ -230,7 +230,7 @@ def plan(
 
     The checks are collective, in the same order on every process. Tensor parallelism checks the models in `LINEARS` alone.
     """
-    alone, _ = dist.new_subgroups(group_size=1) if layout.where.size > 1 else (None, None)
+    alone, _ = dist.new_subgroups(group_size=1) if layout.grid.size > 1 else (None, None)
     found = []
     for name in models:
         if layout.tensor_parallel and name not in LINEARS:

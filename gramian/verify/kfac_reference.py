@@ -68,7 +68,10 @@ def _linear_with(weight_OI: Tensor, bias_O: Tensor | None) -> nn.Linear:
 
 @dataclass(frozen=True)
 class ExpectedBlock:
-    """One block of the reference: factors A [M, M] and G [O, O], and gradient Y [O, M] (O outputs, M inputs with the bias)."""
+    """Reference of one K-FAC block (parameters of a layer): factors A [M, M] and G [O, O], and the gradient Y [O, M].
+
+    O are outputs, M inputs with the bias.
+    """
 
     G: Tensor
     Y_OM: Tensor
@@ -76,7 +79,10 @@ class ExpectedBlock:
     """Input factor; None: the block is the matrix G alone, and Y is a column."""
 
     def natural(self, mode: str, power: float, clip: bool, damping: float = DAMPING) -> Tensor:
-        """The natural gradient (F + damping)^power Y of this block, with damping mode `mode` and optionally the clip."""
+        """The natural gradient (F + damping)^power Y of this block, where F Y = G Y A, or G Y without A.
+
+        `mode` is the damping mode; with `clip` condition numbers are clipped to `KAPPA`.
+        """
         kappa = KAPPA if clip else None
         if self.A is None:
             value = DAMPING_G if mode == "factored" else damping
@@ -85,16 +91,16 @@ class ExpectedBlock:
 
 
 class KFACReference:
-    """The reference blocks of a model on a batch, computed when first used.
+    """The reference K-FAC blocks of a model on a batch, computed when first used.
 
-    Blocks have the library's names: that of the first layer that uses the weight, or of the parameter itself.
+    Blocks have the library's names: the first layer that uses the weight, or the parameter if it is not of a layer.
     """
 
     def __init__(self, subject: KFACSubject, labels: Tensor | None = None, exact_head: bool = False) -> None:
         """Build the model and the batch of `subject`; blocks are computed later.
 
-        `labels` replace the batch's own; positions that are `IGNORE` have no term. `exact_head` computes the head's G from its
-        softmax instead of its gradients.
+        `labels` replace the batch's own (None: they do not); positions with the label `IGNORE` have no loss term. `exact_head`
+        computes the head's G from its softmax instead of its gradients.
         """
         self.model = subject.model(torch.device("cpu"))
         self.x, own = subject.batch(torch.device("cpu"))
@@ -104,7 +110,7 @@ class KFACReference:
         self._computed: dict[tuple[str, str, float, bool, float], Tensor] = {}
 
     def natural(self, block: str, mode: str, power: float, clip: bool, damping: float = DAMPING) -> Tensor:
-        """The natural gradient (F + damping)^power Y of the block named `block`; computed once."""
+        """The natural gradient of the K-FAC block named `block`, see `ExpectedBlock.natural`; computed once."""
         key = (block, mode, power, clip, damping)
         if key not in self._computed:
             self._computed[key] = self.blocks[block].natural(mode, power, clip, damping)
@@ -162,7 +168,7 @@ class KFACReference:
         return counted.flatten().repeat_interleave(tokens // counted.numel())
 
     def _single_parameters(self, names: Sequence[str]) -> dict[str, ExpectedBlock]:
-        """Blocks Σ_i g_i g_iᵀ / N of parameters outside K-FAC's layers, from one backward per sample (gradient g_i)."""
+        """Blocks G = Σ_i g_i g_iᵀ / N of parameters outside K-FAC's layers: gradient g_i of sample i, N loss terms."""
 
         def summed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
             return cross_entropy(model, x, y, "sum")
@@ -176,9 +182,10 @@ class KFACReference:
 
 
 def _tied(table: ExpectedBlock, head: ExpectedBlock) -> ExpectedBlock:
-    """Join the blocks of a weight tied between embedding and head: means of factors at trace 1, weighted by block traces.
+    """Join the K-FAC blocks of a weight tied between embedding (`table`) and head.
 
-    The embedding is the head's weight transposed, so its A and G are exchanged.
+    Each factor is the mean of both blocks' factors at trace 1, weighted by tr A · tr G of the block, and scaled back. The
+    embedding is the head's weight transposed, so its A and G are exchanged.
     """
     assert table.A is not None and head.A is not None
     of_head = head.A.trace() * head.G.trace()

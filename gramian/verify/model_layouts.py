@@ -14,16 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 from gramian.parallel.process_grid import ProcessGrid
 
 
-def spread(model: nn.Module, where: ProcessGrid) -> nn.Module:
+def spread(model: nn.Module, grid: ProcessGrid) -> nn.Module:
     """Wrap a model for all processes, each with its own samples: DDP, or `fully_shard` on the blocks and then on the root."""
-    if where.uses_ddp:
+    if grid.uses_ddp:
         return DistributedDataParallel(model)
-    return _sharded(model) if where.uses_fsdp2 else model
+    return _sharded(model) if grid.uses_fsdp2 else model
 
 
-def layout_name(where: ProcessGrid) -> str:
+def layout_name(grid: ProcessGrid) -> str:
     """Text for how `spread` places a model: "DDP over 2", "FSDP2 over 2", or empty on one process without FSDP2."""
-    return {"one": "", "ddp": f"DDP over {where.size}", "fsdp2": f"FSDP2 over {where.size}"}[where.kind]
+    return {"one": "", "ddp": f"DDP over {grid.size}", "fsdp2": f"FSDP2 over {grid.size}"}[grid.kind]
 
 
 def gathered(t: Tensor) -> Tensor:
@@ -40,9 +40,9 @@ def _sharded(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """A grid of processes: those of a row share tensor-parallel layers and samples, different rows have different samples."""
+    """A grid of processes: those of a row have the same samples and share tensor-parallel layers; rows have other samples."""
 
-    where: ProcessGrid
+    grid: ProcessGrid
     fsdp: bool
     tensor_parallel: bool
 
@@ -50,21 +50,21 @@ class ModelLayout:
     def tensor(self) -> int:
         """Number of processes that share tensor-parallel layers; 1 without tensor parallelism.
 
-        All processes, or, with FSDP2 too, two of an even number.
+        With tensor parallelism: 2 if FSDP2 is used too and the number of processes is even, else all processes.
         """
         if not self.tensor_parallel:
             return 1
-        return 2 if self.fsdp and self.where.size % 2 == 0 else self.where.size
+        return 2 if self.fsdp and self.grid.size % 2 == 0 else self.grid.size
 
     @property
     def data(self) -> int:
         """Number of groups of processes that have samples of their own."""
-        return self.where.size // self.tensor
+        return self.grid.size // self.tensor
 
     @property
     def rank(self) -> int:
         """Number of this process's group among the groups that have samples of their own."""
-        return self.where.rank // self.tensor
+        return self.grid.rank // self.tensor
 
     def __str__(self) -> str:
         """Text for a title that describes the grid, such as "FSDP2 over 2 × tensor parallel over 2"."""
@@ -74,11 +74,11 @@ class ModelLayout:
     def place(self, model: nn.Module, linears: Mapping[str, str] | None) -> nn.Module:
         """Place an unsharded model on this grid: DDP, FSDP2, tensor-parallel layers, or both.
 
-        `linears` are {name or pattern of a linear layer: "outputs" or "inputs", the side that is split}; None: none is.
+        `linears` is {name or pattern of a linear layer: "outputs" or "inputs", the side that is split}; None: no layer is.
         """
         if linears is None:
             return _sharded(model) if self.fsdp else DistributedDataParallel(model)
-        device, styles = self.where.device.type, _styles(model, linears, self.tensor)
+        device, styles = self.grid.device.type, _styles(model, linears, self.tensor)
         if not self.fsdp:
             return parallelize_module(model, init_device_mesh(device, (self.tensor,)), styles)
         mesh = init_device_mesh(device, (self.data, self.tensor), mesh_dim_names=("data", "tensor"))

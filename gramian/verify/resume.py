@@ -79,10 +79,10 @@ def random_kills(steps: int, count: int, seed: int) -> list[Kill]:
 def train(config: Config, folder: Path, processes: int = 1, kill: Kill | None = None) -> bool:
     """Run `gramian train` into a folder, in new processes, which are started as torchrun would if there are several.
 
-    Returns True if the run reached its end, False if all processes were killed before, at the moment of `kill`.
+    Returns True if the run reached its end, False if all processes were killed before, at the moment of `kill`; None: no kill.
 
     Raises:
-        GramianError: if the run ended by itself with an exit code other than 0.
+        GramianError: if the run ended by itself with an exit code other than 0, or took longer than `TIMEOUT_SECONDS`.
     """
     path = folder.with_name(f"{folder.name}.toml")
     path.write_text(config.toml(), encoding="utf-8")
@@ -111,7 +111,10 @@ def train(config: Config, folder: Path, processes: int = 1, kill: Kill | None = 
 
 
 def differences(expected: Path, found: Path) -> list[str]:
-    """Names of what differs between two run folders: tensors and facts of the newest checkpoint, and metrics."""
+    """List what differs between two run folders: tensors and facts (JSON values) of the newest checkpoint, and metrics.
+
+    Empty if nothing does; measured times are not compared.
+    """
     one, other = (CheckpointStore(folder / "checkpoints", 1).newest() for folder in (expected, found))
     if one is None or other is None:
         return ["checkpoints: one of the runs has none"]
@@ -159,7 +162,7 @@ def check_resume(
 
 
 def _wait(workers: Sequence[Any], folder: Path, kill: Kill | None) -> bool:
-    """Wait until all processes of a run have ended; True if they were killed at the moment of `kill`."""
+    """Wait until all processes of a run have ended, or one failed; True if they were killed here, at the moment of `kill`."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while any(worker.is_alive() for worker in workers):
         if time.monotonic() > deadline:

@@ -58,3 +58,10 @@ def test_parsing_loads_neither_rich_nor_the_model() -> None:
         "sys.exit(any(name in sys.modules for name in ('rich', 'gramian.models', 'gramian.train')))"
     )
     assert run_fresh(check).returncode == 0
+
+
+@pytest.mark.parametrize("flag", ["--use-fsdp", "--use-flash=1", "--enable-profiling"])
+def test_flags_of_the_programs_before_are_named_as_they_are_here(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "clipping", flag]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"gramian: {flag}: is unknown here; expected ") and error.count("\n") == 1

@@ -90,11 +90,12 @@ def test_every_stage_is_shown_and_the_figures_come_last(done: Done) -> None:
     assert table < done.printed.index("one seed:") < done.printed.index("try next:")
 
 
-def test_the_folder_holds_three_runs_a_cache_and_the_numbers(done: Done) -> None:
-    assert {path.name for path in done.out.iterdir()} == {*RUNS, "teacher-cache", FILE}
+def test_the_folder_holds_three_runs_a_cache_the_numbers_and_a_page(done: Done) -> None:
+    assert {path.name for path in done.out.iterdir()} == {*RUNS, "teacher-cache", FILE, "report.html"}
+    assert f"curves: {done.out / 'report.html'}" in done.printed
     for name in RUNS:
         held = {path.name for path in (done.out / name).iterdir()}
-        assert held >= {"config.toml", "record.json", "metrics.jsonl", "events.jsonl", "checkpoints"}
+        assert held >= {"config.toml", "record.json", "metrics.jsonl", "events.jsonl", "checkpoints", "report.html"}
     json.loads((done.out / FILE).read_text(encoding="utf-8"), parse_constant=pytest.fail)
 
 

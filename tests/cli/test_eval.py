@@ -59,6 +59,24 @@ def test_the_perplexities_are_those_of_a_loop_over_windows(
     assert found["best"] and "the best" in told
 
 
+def test_a_long_evaluation_takes_a_subset_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gramian.cli import eval as command
+
+    path, folder = tmp_path / "found.json", teacher_run()
+    saved = load_run(folder)
+    windows, length = len(load_windows(saved.config.data)[1]), saved.config.data.length
+    each = 2 * sum(p.numel() for p in saved.model.parameters()) * length  # FLOPs of a window
+    monkeypatch.setitem(command.RATES, "cpu", each * 3 * windows / 1800)  # sliding windows are twice as many
+    assert main(["eval", str(folder), "--json", str(path)]) == 0
+    told, taken = capsys.readouterr().out, int(windows / 30 * 1.5)
+    assert "takes about 30 minutes" in told and f"--windows {windows} scores all" in told
+    tokens = [row["tokens"] for row in json.loads(path.read_text())["results"]]
+    assert tokens == [taken * length, length + (taken - 1) * (length // 2)]
+    assert f"the first {taken} of each protocol are scored" in told
+
+
 def test_it_is_the_best_checkpoint_that_is_evaluated(tmp_path: Path) -> None:
     """A rate that is far too high at the end: the newest is worse."""
     config = small(

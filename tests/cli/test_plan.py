@@ -136,6 +136,8 @@ def test_without_a_gpu_the_cpu_is_planned_for_and_said_to_be(
 
     assert main(["plan", small, "run.device=cpu"]) == 0
     assert output(capsys)[0][2].endswith("can be used")
+    assert main(["plan", small, "model.kind=goose"]) == 0
+    assert output(capsys)[0][0].startswith("Goose: ")
     assert main(["plan", small, "--gpus", "2"]) == 2
     assert "--gpu-memory: none given and no GPU is here; expected gigabytes" in output(capsys)[1]
 

@@ -8,7 +8,8 @@ import torch
 import gramian
 from gramian.curvature.estimate.ekfac_sums import EKFACSamples
 from gramian.curvature.estimate.kfac_capture import KFACCapture
-from tests.curvature.test_planning import CASES, ODD, SLACK, marked, run  # noqa: F401 - a fixture
+from tests.curvature.planned import CASES, ODD, run
+from tests.curvature.test_planning import SLACK, marked  # noqa: F401 - a fixture
 from tests.kit.matrix import FULL
 from tests.kit.memory import measured
 from tests.kit.refusals import refusal

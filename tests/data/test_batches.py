@@ -80,7 +80,7 @@ def test_ranks_together_are_one_process(
     size: int, batch: int, micro_batch: int, world: int, start: int, isolate: bool
 ) -> None:
     windows = windows_of(size, isolate)
-    told: dict[str, Any] = {"batch": batch, "micro_batch": micro_batch, "seed": 3, "world": world}
+    told: dict[str, Any] = {"batch": batch, "micro_batch": micro_batch, "seed": 3, "world_size": world}
     ranks = [steps(windows, 2, start, rank=rank, **told) for rank in range(world)]
     most = -(-batch // world)
     for step in range(2):
@@ -115,7 +115,7 @@ def test_any_start_continues_and_skipped_positions_are_left_out(start: int, skip
 @pytest.mark.parametrize("workers", [1, 2])
 def test_any_number_of_workers_makes_the_same_batches(workers: int) -> None:
     windows = windows_of(23, isolate=True)
-    told: dict[str, Any] = {"batch": 6, "micro_batch": 2, "seed": 2, "rank": 1, "world": 2}
+    told: dict[str, Any] = {"batch": 6, "micro_batch": 2, "seed": 2, "rank": 1, "world_size": 2}
     alone = steps(windows, 12, 3, (5, 6), **told)
     helped = steps(windows, 12, 3, (5, 6), workers=workers, prefetch=2, **told)
     assert all(same(*pair) for pair in zip(alone, helped, strict=True))
@@ -260,7 +260,7 @@ def test_batches_go_to_the_device() -> None:
         ({"batch": 4, "micro_batch": -1}, "data.micro_batch: expected at least 0, got -1"),
         ({"batch": 4, "workers": -1}, "data.workers: expected at least 0, got -1"),
         ({"batch": 4, "prefetch": 0}, "data.prefetch: expected at least 1, got 0"),
-        ({"batch": 4, "rank": 2, "world": 2}, "rank: expected 0 to 1, got 2"),
+        ({"batch": 4, "rank": 2, "world_size": 2}, "rank: expected 0 to 1, got 2"),
     ],
 )
 def test_options_that_cannot_be_are_refused_by_name(told: dict[str, int], message: str) -> None:

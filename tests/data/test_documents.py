@@ -314,13 +314,32 @@ def test_sidecars_need_no_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_side_without_documents_is_refused(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("side", ["train", "validation"])
+def test_too_few_documents_for_a_hash_hold_out_their_tail(tmp_path: Path, kind: str, side: str) -> None:
     train, validation = read(*written(tmp_path, kind, TEXTS))
-    assert refused(data_of(*written(tmp_path, kind, train[:5], "train"))).startswith(
-        "data.validation_files: none of 5 documents validates by its hash; expected validation files"
+    few = train[:5] if side == "train" else validation[:2]
+    where = written(tmp_path, kind, few, side)
+    documents = read_documents(data_of(*where, length=8), ByteTokenizer())
+    whole = read_stream(data_of(*where), [str(path) for path in where[1:]], ByteTokenizer())
+    tokens = whole.read(0, len(whole)).tolist()
+    held_out = max(-(-len(tokens) // 20), 9)
+    parts = [part.read(0, len(part)).tolist() for part in (documents.train, documents.validation)]
+    assert documents.held_out == "tail" and parts == [tokens[:-held_out], tokens[-held_out:]]
+    assert documents.read == len(few) and len(documents.validation.document_hashes()) >= 1
+    length = len(tokens) // 2
+    assert refused(data_of(*where, length=length)).startswith(
+        f"data.files: {len(tokens):,} tokens; expected at least {2 * (length + 1):,}, a window of data.length"
     )
-    assert refused(data_of(*written(tmp_path, kind, validation[:2], "validation"))).startswith(
-        "data.files: all of 2 documents validate by their hashes"
+
+
+def test_one_text_file_trains_and_validates_on_its_tail(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("".join(f"line {i} of a book\n" for i in range(2000)))
+    training, validation = load_windows(data_of("text", tmp_path / "book.txt", length=64))
+    assert len(training) > 10 * len(validation) > 0 and validation.held_out == "tail"
+    read = validation.stream.read(0, len(validation.stream))
+    assert (
+        bytes(read[:-1].astype("uint8").tolist()).endswith(b"line 1999 of a book\n")
+        and read[-1] == validation.stream.end
     )
 
 

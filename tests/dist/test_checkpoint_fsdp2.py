@@ -359,7 +359,7 @@ def test_all_processes_pass_over_a_checkpoint_that_one_finds_damaged(
 @distributed(world_size=2)
 def test_one_store_of_many_is_refused_for_shards(rank: int, tmp_path: Path) -> None:
     model, optimizer = built(0, "fsdp2")
-    with CheckpointStore(tmp_path, 2) as store, refusal("^world: 1, but the snapshot is sharded"):
+    with CheckpointStore(tmp_path, 2) as store, refusal("^world_size: 1, but the snapshot is sharded"):
         store.write(taken(Snapshots(1), 1, model, optimizer))
 
 

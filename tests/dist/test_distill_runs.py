@@ -49,7 +49,7 @@ def steps_of(rank: int, size: int, told: dict[str, Any], steps: int, kind: str) 
         parts.stepper.watch(next(batches))
         slope = parts.teaching.temperature.gradient()
         if slope is not None:
-            slope = parts.world.sum_(slope.double()) / size
+            slope = parts.grid.sum_(slope.double()) / size
         gradients = {name.removeprefix("module."): _whole(p.grad) for name, p in parts.module.named_parameters()}
         sharded = [isinstance(p, DTensor) for p in parts.module.parameters()]
         teacher = getattr(parts.teaching.source, "sharded", False)
@@ -174,10 +174,10 @@ def test_a_cache_on_two_processes_teaches_as_a_live_teacher_on_one(kind: str, so
 
 BUGS = {
     "T by the gradient of its own process": (
-        "gradient = self.world.sum_(gradient.to(torch.float64))",
+        "gradient = self.grid.sum_(gradient.to(torch.float64))",
         "gradient = gradient",
     ),
-    "T by the sum of gradients that are means": ("(scale * self.world.size)", "scale"),
+    "T by the sum of gradients that are means": ("(scale * self.grid.size)", "scale"),
 }
 
 

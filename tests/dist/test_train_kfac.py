@@ -304,7 +304,7 @@ def test_a_private_run_with_public_curvature_goes_on_bitwise(kind: str, tmp_path
 
 BUGS = {
     "a coefficient that forgets the processes": (
-        Edit("PlainStepper._observed", "loss_reduction=coefficient", "loss_reduction=coefficient / self.world.size"),
+        Edit("PlainStepper._observed", "loss_reduction=coefficient", "loss_reduction=coefficient / self.grid.size"),
         {},
     ),
     "ids of this process's own": (

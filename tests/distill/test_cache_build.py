@@ -352,7 +352,7 @@ def fail_on_rank(rank: int, world_size: int, folder: str) -> str:
 
     durable_files.os.write = full if rank == 1 else write
     try:
-        build(Path(folder), world=world)
+        build(Path(folder), grid=world)
     except GramianError as problem:
         return str(problem)
     finally:

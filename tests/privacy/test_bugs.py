@@ -49,6 +49,7 @@ from tests.privacy import (
     test_clipping,
     test_contract,
     test_engine,
+    test_engine_state,
     test_integrity,
     test_ledger,
     test_loader,
@@ -589,7 +590,7 @@ BUGS = (
     Mutation(
         "arguments by keyword not seen",
         Swap("site:first_tensor", _first_by_position),
-        test_engine.test_a_hugging_face_batch_by_keyword,
+        test_engine_state.test_a_hugging_face_batch_by_keyword,
     ),
     Mutation(
         "subclass with another forward taken for its base",
@@ -1085,7 +1086,7 @@ BUGS = (
     ),
     Mutation(
         "unequal numbers of pieces",
-        Edit("PoissonBatchSampler.pieces_of", "pieces(len(share(indices, 0, self.world)),", "pieces(len(mine),"),
+        Edit("PoissonBatchSampler.pieces_of", "most = len(share(indices, 0, self.world_size))", "most = len(mine)"),
         test_sampling.test_a_rank_with_a_smaller_share_runs_an_empty_piece,
     ),
     Mutation(
@@ -1197,7 +1198,7 @@ BUGS = (
     Mutation(
         "noise used again after a resume",
         Edit("ReleaseCounter.restore", "released if replay else mark", "released"),
-        test_engine.test_rolling_back_noise_never_meets_another_sum,
+        test_engine_state.test_rolling_back_noise_never_meets_another_sum,
     ),
     Mutation(
         "one noise for two copies of a run",
@@ -1295,12 +1296,12 @@ BUGS = (
             "mark = max(self._spent, spent, released, recorded)",
             "mark = max(spent, released, recorded)",
         ),
-        test_engine.test_a_replay_in_the_same_process_is_bit_for_bit_the_same_and_refunds_nothing,
+        test_engine_state.test_a_replay_in_the_same_process_is_bit_for_bit_the_same_and_refunds_nothing,
     ),
     Mutation(
         "old draws with restored noise",
         Edit("PrivateModel.restart", "self.loader.rekey(self._ledger.secrets.sampling_key)", "pass"),
-        test_engine.test_a_state_loaded_after_make_private_draws_and_noises_with_its_own_key,
+        test_engine_state.test_a_state_loaded_after_make_private_draws_and_noises_with_its_own_key,
     ),
     Mutation(
         "counter file of no kind refused",
@@ -1315,7 +1316,7 @@ BUGS = (
     Mutation(
         "key that a seed gives",
         Edit("Secrets.__init__", "os.urandom(KEY_BYTES)", "bytes(KEY_BYTES)"),
-        test_engine.test_two_engines_have_two_keys_and_the_insecure_one_is_recorded,
+        test_engine_state.test_two_engines_have_two_keys_and_the_insecure_one_is_recorded,
     ),
     # ---- processes ----
     Mutation(

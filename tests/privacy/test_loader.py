@@ -78,7 +78,11 @@ def test_ranks_share_every_draw_and_run_as_many_pieces(world):
     told = [[] for _ in range(world)]
     loaders = [
         private(
-            DataLoader(numbered(), batch_size=6 // world), told=told[rank], rank=rank, world=world, max_physical_batch=2
+            DataLoader(numbered(), batch_size=6 // world),
+            told=told[rank],
+            rank=rank,
+            world_size=world,
+            max_physical_batch=2,
         )
         for rank in range(world)
     ]
@@ -211,7 +215,7 @@ class Endless(IterableDataset):
         ("expected_batch: 0; expected", lambda: private(DataLoader(numbered()), expected=0)),
         ("sample_rate: 1.5; expected", lambda: list(private(DataLoader(numbered()), rate=1.5))),
         ("max_physical_batch: 0; expected", lambda: private(DataLoader(numbered()), max_physical_batch=0)),
-        ("rank: 2 of 2; expected", lambda: private(DataLoader(numbered()), rank=2, world=2)),
+        ("rank: 2 of 2; expected", lambda: private(DataLoader(numbered()), rank=2, world_size=2)),
     ],
 )
 def test_bad_input_is_one_line_that_names_the_field(message, make):
@@ -256,3 +260,39 @@ def test_random_records_and_generators_do_not_disturb_fingerprints():
     fingerprint(Augmented())
     private(DataLoader(Augmented(), collate_fn=list)).empty_batch()
     assert (torch.rand(1), random.random(), np.random.rand()) == want
+
+
+@pytest.mark.parametrize("parts", [1, 3, 30])
+def test_a_draw_in_a_fixed_number_of_pieces_has_its_records_once(parts):
+    told = []
+    loaders = [private(DataLoader(numbered(), batch_size=3), told=told, rank=rank, world_size=2) for rank in (0, 1)]
+    found = {}
+    for loader in loaders:
+        loader.split(parts)
+        told.clear()
+        assert sum(1 for _ in loader) == 4 * parts
+        for piece in told:
+            assert piece.last == (piece.piece == parts - 1)
+            found.setdefault(piece.draw, []).extend(piece.indices)
+        sizes = [[len(piece.indices) for piece in told if piece.draw == number] for number in range(4)]
+        assert all(max(row) <= -(-13 // parts) for row in sizes)
+    assert {number: sorted(rows) for number, rows in found.items()} == {
+        number: draw(KEY, number, 24, 0.25).tolist() for number in range(4)
+    }
+
+
+def test_a_loop_that_reads_ahead_tells_of_a_batch_when_it_begins_it():
+    told = []
+    loader = private(DataLoader(numbered(), batch_size=6), told=told, max_physical_batch=2)
+    ahead = list(loader.pieces())
+    assert told == []
+    for piece, batch in ahead:
+        loader.begin(piece, batch)
+        assert told[-1] == piece and loader.last_batch().batch is batch
+    assert len(told) == len(ahead)
+
+
+def test_a_loader_with_a_device_puts_batches_there():
+    plain = DataLoader(numbered(), batch_size=6)
+    plain.device = torch.device("meta")
+    assert all(part.is_meta for batch in private(plain, rate=0.05) for part in batch)

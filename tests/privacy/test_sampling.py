@@ -67,7 +67,7 @@ def test_inclusions_are_independent_with_the_given_rate():
 def test_ranks_split_the_same_draw_into_equally_many_pieces(number, size, rate, world, most):
     whole = draw(KEY, number, size, rate)
     per_rank = [
-        PoissonBatchSampler(KEY, size, rate, 1, rank=rank, world=world, max_physical_batch=most).pieces_of(number)
+        PoissonBatchSampler(KEY, size, rate, 1, rank=rank, world_size=world, max_physical_batch=most).pieces_of(number)
         for rank in range(world)
     ]
     assert len({len(of_rank) for of_rank in per_rank}) == 1
@@ -86,7 +86,7 @@ def test_ranks_split_the_same_draw_into_equally_many_pieces(number, size, rate, 
 def test_a_rank_with_a_smaller_share_runs_an_empty_piece():
     number = next(n for n in range(100) if len(draw(KEY, n, 20, 0.2)) == 5)
     of_ranks = [
-        PoissonBatchSampler(KEY, 20, 0.2, 1, rank=rank, world=2, max_physical_batch=2).pieces_of(number)
+        PoissonBatchSampler(KEY, 20, 0.2, 1, rank=rank, world_size=2, max_physical_batch=2).pieces_of(number)
         for rank in (0, 1)
     ]
     assert [[len(piece.indices) for piece in pieces] for pieces in of_ranks] == [[2, 1], [2, 0]]
@@ -122,7 +122,7 @@ def test_it_is_a_batch_sampler():
 
 def test_its_text_does_not_show_the_key():
     assert repr(PoissonBatchSampler(KEY, 4, 0.5, 3)) == (
-        "PoissonBatchSampler(size=4, rate=0.5, steps=3, rank=0, world=1, max_physical_batch=None)"
+        "PoissonBatchSampler(size=4, rate=0.5, steps=3, rank=0, world_size=1, max_physical_batch=None)"
     )
 
 

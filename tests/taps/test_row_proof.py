@@ -604,6 +604,19 @@ def test_a_forward_that_refuses_evaluation_mode_is_proven_in_training_mode() -> 
     assert "in evaluation mode the model is another one" in proven(model)[0].alone
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_samples_that_are_mixed_at_random_are_refused_where_this_state_mixes_none(seed: int) -> None:
+    def mixes(net: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(net.first(x))
+        return net.last(0.7 * h + 0.3 * h[torch.randperm(2)] if net.training else h)
+
+    x, model = torch.randn(2, 4), Net(mixes)
+    torch.manual_seed(seed)
+    with refusal("when other samples are replaced"):
+        norms(model, x)
+    assert norms(model.eval(), x).values.shape == (2,)
+
+
 @pytest.mark.parametrize("proof", ["auto", "off"])
 def test_a_forward_may_use_torch_func(proof: str) -> None:
     def differentiates(net: Any, x: Tensor) -> Tensor:

@@ -589,7 +589,9 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     for keep in (0, 1.5, True):
         with pytest.raises(GramianError, match="^keep: .*; expected an integer of at least 1"):
             CheckpointStore(tmp_path, keep)
-    with pytest.raises(GramianError, match="^world: 2, but torch.distributed .*; expected its rank and world size"):
+    with pytest.raises(
+        GramianError, match="^world_size: 2, but torch.distributed .*; expected its rank and world size"
+    ):
         CheckpointStore(tmp_path, 1, 0, 2)
 
 

@@ -15,7 +15,7 @@ from gramian.distill.cache.kind_registry import KINDS
 from gramian.distill.loss.temperature import TemperatureKind
 from gramian.kernels.distillation.divergence import DIRECTIONS
 from gramian.privacy.options import Storage
-from gramian.train.config.config import RUN_ONLY, SECTIONS, Config, load_config, parse_config
+from gramian.train.config.config import FOREIGN_KEYS, RUN_ONLY, SECTIONS, Config, load_config, parse_config
 from gramian.train.loop.schedule import SCHEDULES
 
 
@@ -82,6 +82,9 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ("optimizer.betas=[0.9,1.5]", "expected float < 1.0"),
         ("eval.every=often", "eval.every: expected"),
         ("steps=3", "'steps=3': expected an override such as run.steps=200"),
+        ("min_lr=1e-5", "'min_lr=1e-5': expected schedule.floor=…"),
+        ("eval.eval_interval=5", "eval.eval_interval: is not a key; expected eval.every"),
+        ("optimizer.accumulation_steps=5", "optimizer.accumulation_steps: is not a key; expected data.micro_batch"),
         ("precision.kind=fp8", "precision.kind: expected one of .auto., .bf16., .fp16., .fp32., .fp64., got .fp8."),
         ("model.heads=3", "model.width: expected a multiple of model.heads"),
         ("model.kind=huggingface", "model.path: expected the folder"),
@@ -149,3 +152,10 @@ def test_the_hash_follows_what_decides_the_numbers_and_nothing_else() -> None:
         assert parse_config(told).hash == taught.hash
     assert parse_config({"run": {"seed": 5}}).hash != base.hash
     assert parse_config({"optimizer": {"lr": 5e-4}}).hash != base.hash
+
+
+def test_options_of_other_programs_are_named_by_keys_that_exist() -> None:
+    for name, here in FOREIGN_KEYS.items():
+        section, key = here.split(".")
+        fields = {option.name for option in dataclasses.fields(SECTIONS[section])}
+        assert key in fields and name not in fields

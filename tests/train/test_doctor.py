@@ -403,7 +403,7 @@ def test_dropout_is_off_everywhere() -> None:
 
 def invariant(subject: ExaminedRun, stepper: type[PlainStepper] = PlainStepper) -> Check:
     plain = subject.stepper(subject.model())
-    subject.trial_stepper = stepper(plain.module, plain.optimizer, plain.numbers, plain.world, max_norm=1.0, seed=0)
+    subject.trial_stepper = stepper(plain.module, plain.optimizer, plain.numbers, plain.grid, max_norm=1.0, seed=0)
     return split_invariance(subject)[0]
 
 

@@ -1,4 +1,4 @@
-"""The files of examples/: every one of them trains, and gpt_small.toml names every key there is."""
+"""The files of gramian/examples/: every one of them trains, and gpt_small.toml names every key there is."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ from gramian.train.loop.schedule import learning_rate
 from gramian.train.state.run_folder import read_lines
 from tests.data.test_tokenizer import saved
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "gramian" / "examples"
 FILES = sorted(EXAMPLES.glob("*.toml"))
 SLOW = ("distill_topk", "goose", "goose_seed")
 """Trained in the full mode alone."""
@@ -179,7 +179,7 @@ def test_gpt_small_marks_the_keys_that_may_change_between_two_starts() -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_section_and_key_of_an_example_is_explained(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
-    assert text.startswith("# ") and f"examples/{file.name}" in text
+    assert text.startswith("# ") and f"gramian/examples/{file.name}" in text
     lines = [line for line in text.splitlines() if re.match(r"(# )?(\[\w+\]|\w+ = )", line)]
     assert lines
     for line in lines:

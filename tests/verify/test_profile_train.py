@@ -166,6 +166,15 @@ def test_steps_are_counted_for_the_bar(monkeypatch):
     assert found.phases["optimizer"].median > found.knobs[-1].variants[0].seconds.median  # K-FAC is in the first
 
 
+def test_a_goose_has_the_same_knobs():
+    config, where = (
+        tiny(model={"kind": "goose", "layers": 1, "width": 16}),
+        ProcessGrid(0, 1, torch.device("cpu"), "one"),
+    )
+    found = list(train_knobs.profile_knobs(config, where, 1, False, lambda name: None))
+    assert {(knob.name, knob.what): knob.failure for knob in found} == dict.fromkeys(KNOBS, "")
+
+
 def test_a_knob_that_fails_exits_1_after_the_others(capsys, monkeypatch, tmp_path):
     def fail(*args: Any, **options: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB.\nmore")

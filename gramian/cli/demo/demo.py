@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     else:
         show(console, f"{out} holds a finished demo; remove it, or name another --out, for a new one.")
-    show(console, *_report(result, out), f"numbers: {out / FILE}")
+    show(console, *_report(result, out), f"numbers: {out / FILE}", _write_page(result, out))
     return 0
 
 
@@ -66,8 +66,8 @@ def _run(chosen: DemoPlan, out: Path, console: Console) -> Result:
 
     again = "the same command goes on from there"
     try:
-        with world(False, False) as where:
-            result = run_demo(chosen, out, where, console)
+        with world(False, False) as grid:
+            result = run_demo(chosen, out, grid, console)
         write_result(result, out)
     except Stopped as problem:
         raise RunFailed(f"demo: {problem}" + (f"; {again}" if "interrupted" in str(problem) else "")) from None
@@ -76,6 +76,16 @@ def _run(chosen: DemoPlan, out: Path, console: Console) -> Result:
     except OSError as problem:
         raise RunFailed(f"demo: {problem.filename or out / FILE}: {problem.strerror}") from None
     return result
+
+
+def _write_page(result: Result, out: Path) -> str:
+    """Write the report of the three runs together; returns the line to print: its path, or why there is none."""
+    from gramian.report.report_file import FILE, write_report
+
+    try:
+        return f"curves: {write_report([row.folder for row in result.rows], out / FILE)} (open it in a browser)"
+    except GramianError as problem:
+        return f"no page of curves: {problem}"
 
 
 def _report(result: Result, out: Path) -> Iterator[RenderableType]:

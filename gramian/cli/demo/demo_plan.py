@@ -23,7 +23,7 @@ from gramian.train.config.config_sections import (
 
 @dataclass(frozen=True)
 class DemoPlan:
-    """Everything that decides the demo's numbers, except the corpus and the machine."""
+    """Everything that determines the demo's numbers, except the corpus and the machine."""
 
     teacher: ModelSection = field(default_factory=lambda: ModelSection(layers=2, width=128, heads=4))
     student: ModelSection = field(default_factory=lambda: ModelSection(layers=2, width=64, heads=4))

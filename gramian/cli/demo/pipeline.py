@@ -21,6 +21,7 @@ from gramian.cli.demo.demo_plan import DemoPlan, DemoRuns, hashes_of, runs_of
 from gramian.cli.demo.demo_result import Cached, Checked, DemoRow, Result, Sample
 from gramian.cli.demo.score import score, work
 from gramian.cli.terminal import Update, in_parts, progress_bar, show
+from gramian.cli.train import end_with_report
 from gramian.core.errors import GramianError
 from gramian.core.version import VERSION
 from gramian.data import load_tokenizer, load_windows
@@ -46,7 +47,7 @@ PROMPT = "def "
 TEMPERATURE = 0.8
 """Sampling temperature of the generated texts."""
 PARTS = 4
-"""Number of progress lines that a stage prints where the output is not a terminal."""
+"""Number of progress lines that a stage prints if the output is not a terminal."""
 STAGE_NAMES = {
     "doctor": "doctor",
     "teacher": "teacher",
@@ -63,7 +64,7 @@ class Stopped(Exception):
     """A stage that did not reach its end; the message says which and why."""
 
 
-def run_demo(plan: DemoPlan, out: Path, world: ProcessGrid, console: Console) -> Result:
+def run_demo(plan: DemoPlan, out: Path, grid: ProcessGrid, console: Console) -> Result:
     """Run all stages of the demo on one process, in the existing folder `out`, and return their results.
 
     Raises:
@@ -73,12 +74,12 @@ def run_demo(plan: DemoPlan, out: Path, world: ProcessGrid, console: Console) ->
     runs = runs_of(plan, out)
     with torch_threads(plan.threads), ExitStack() as open_folders:
         folders = {name: open_folders.enter_context(_open_folder(config)) for name, config in vars(runs).items()}
-        return _Demo(plan, runs, folders, world, console).run()
+        return _Demo(plan, runs, folders, grid, console).run()
 
 
 @contextmanager
 def _open_folder(config: Config) -> Iterator[RunFolder]:
-    """Context: lock the folder of a run; errors name `--out`, the argument of the demo, in place of `run.folder`."""
+    """Context manager: lock the folder of a run; errors name the demo's argument `--out` in place of `run.folder`."""
     folder = RunFolder(config)
     try:
         folder.__enter__()
@@ -95,7 +96,7 @@ class _Demo:
     plan: DemoPlan
     runs: DemoRuns
     folders: dict[str, RunFolder]
-    world: ProcessGrid
+    grid: ProcessGrid
     console: Console
     seconds: dict[str, float] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
@@ -103,7 +104,7 @@ class _Demo:
     def run(self) -> Result:
         config = self.runs.alone
         set_globals(config.precision, config.run.deterministic)
-        numbers = resolve_precision(config.precision, self.world.device)
+        numbers = resolve_precision(config.precision, self.grid.device)
         with self._stage(1, "doctor") as update:
             checks = self._examined(examine(config, on_progress=update))
         self._train(2, "teacher")
@@ -114,7 +115,7 @@ class _Demo:
         self._train(5, "distilled")
         with self._stage(6, "evaluation") as update:
             models = {
-                name: load_run(self.folders[name].path).model.to(device=self.world.device, dtype=numbers.weights)
+                name: load_run(self.folders[name].path).model.to(device=self.grid.device, dtype=numbers.weights)
                 for name in ("teacher", "alone", "distilled")
             }  # of the best checkpoints
             rows = self._score(models, numbers, update)
@@ -123,7 +124,7 @@ class _Demo:
             for done, name in enumerate(("teacher", "distilled")):
                 samples.append(Sample(name, self._text(models[name])))
                 update(done + 1, 2, name)
-        device = self.world.device
+        device = self.grid.device
         return Result(
             hashes=hashes_of(self.plan),
             versions={"gramian": VERSION, "torch": str(torch.__version__), "python": platform.python_version()},
@@ -138,7 +139,7 @@ class _Demo:
 
     @contextmanager
     def _stage(self, number: int, name: str) -> Iterator[Update]:
-        """Context of one stage: print its title, and its progress as a bar on a terminal or as a few lines elsewhere."""
+        """Context manager of a stage: print its title, and its progress as a bar on a terminal or as a few lines elsewhere."""
         started = time.perf_counter()
         heading = f"[{number}/{len(STAGE_NAMES)}] {STAGE_NAMES[name]}  (after {started - self.began:.0f} s)"
         show(self.console, heading)
@@ -156,10 +157,10 @@ class _Demo:
     # ---- the doctor ----------------------------------------------------------------------------------------------------
 
     def _teacher_checks(self, numbers: Precision) -> list[Check]:
-        """The checks of `gramian doctor` that concern a student with a teacher."""
+        """Run the checks of `gramian doctor` that concern a student with a teacher; returns their results."""
         config, training = self.runs.distilled, load_windows(self.runs.distilled.data)[0]
         make = partial(build_model, config, training.vocabulary)
-        return teacher_checks.teacher(ExaminedRun(config, numbers, self.world, training, make))
+        return teacher_checks.teacher(ExaminedRun(config, numbers, self.grid, training, make))
 
     def _examined(self, checks: list[Check]) -> list[Checked]:
         failed = [check for check in checks if not check.ok]
@@ -183,9 +184,12 @@ class _Demo:
                 best = "" if run.best is None else f", validation {run.best['loss']:.3f}"
                 update(outcome.attempt.step + 1, steps, f"loss {outcome.loss:.3f}{best}")
 
-            parts = build(config, self.world)
+            parts = build(config, self.grid)
             trainer = Trainer(parts, folder, on_outcome)
-            ended = trainer.run()
+            try:
+                ended = trainer.run()
+            finally:
+                end_with_report(folder)
             if ended.reason != "done":
                 raise Stopped(
                     f"{STAGE_NAMES[name]}: {ended.reason} at step {ended.step} of {steps}"
@@ -203,7 +207,7 @@ class _Demo:
     def _cache(self, numbers: Precision, update: Update) -> Cached:
         config, folder = self.runs.distilled, cache_folder(self.runs.distilled)
         manifest = write_cache(
-            config, self.world, numbers, lambda done, total, text="", /: update(done, total, "windows")
+            config, self.grid, numbers, lambda done, total, text="", /: update(done, total, "windows")
         )
         cache = Cached(
             str(folder),
@@ -224,7 +228,7 @@ class _Demo:
         rows: dict[str, DemoRow] = {}
         validation, windows = load_windows(self.runs.alone.data)[1], self.plan.scored_windows
         half = numbers.activations if numbers.activations in (torch.float16, torch.bfloat16) else None
-        live = LiveTeacher(models["teacher"], device=self.world.device, autocast=half)
+        live = LiveTeacher(models["teacher"], device=self.grid.device, autocast=half)
         works = {name: work(validation, windows, compared=name != "teacher") for name in models}
         for name, model in models.items():
             before = sum(works[earlier] for earlier in rows)
@@ -233,7 +237,7 @@ class _Demo:
                 update(before + done, sum(works.values()), STAGE_NAMES[name])
 
             other = None if name == "teacher" else live
-            found = score(model, other, validation, numbers, self.world, windows, progress)
+            found = score(model, other, validation, numbers, self.grid, windows, progress)
             folder = self.folders[name]
             rows[name] = DemoRow(
                 STAGE_NAMES[name],
@@ -248,7 +252,7 @@ class _Demo:
     def _text(self, model: nn.Module) -> str:
         """A text with which a model continues the prompt; tabs become spaces, characters outside printable ASCII `?`."""
         tokenizer = load_tokenizer(self.plan.data.tokenizer)
-        prompt_T = torch.from_numpy(tokenizer.encode(PROMPT).astype("int64")).to(self.world.device)
+        prompt_T = torch.from_numpy(tokenizer.encode(PROMPT).astype("int64")).to(self.grid.device)
         tokens_T = generate_text_tokens(model, prompt_T, self.plan.sample_tokens, TEMPERATURE, self.plan.seed)
         text = tokenizer.decode(tokens_T.tolist()).expandtabs(4)
         return "".join(c if c == "\n" or " " <= c <= "~" else "?" for c in text)

@@ -37,11 +37,11 @@ class Score:
     sliding: float
     """Perplexity with sliding windows: every byte after the first window has at least half a window of context."""
     agreement: float | None = None
-    """Share of bytes for which model and teacher rank the same next byte first."""
+    """Share of bytes for which model and teacher rank the same next byte first; None without a teacher."""
     correlation: float | None = None
-    """Pearson's r, over bytes, of the target's log-probabilities under the model and under the teacher."""
+    """Pearson's r, over bytes, of the target's log-probabilities under the model and under the teacher; None without one."""
     kl: float | None = None
-    """KL(teacher‖model) at temperature 1, in nats per byte."""
+    """KL(teacher‖model) at temperature 1, in nats per byte; None without a teacher."""
 
 
 def work(validation: Windows, windows: int, compared: bool) -> int:
@@ -68,14 +68,15 @@ def score(
     teacher: LiveTeacher | None,
     validation: Windows,
     numbers: Precision,
-    world: ProcessGrid,
+    grid: ProcessGrid,
     windows: int,
     progress: Callable[[int], None],
 ) -> Score:
     """Compute the perplexity of a model with non-overlapping and sliding windows and, if a teacher is given, the agreement.
 
     Non-overlapping takes the first `windows` windows; sliding, with a stride of half a window, as many as score the same
-    tokens. `progress` is called with the part of `work` that is done. Cost: 3 forwards of every token, one of the teacher's.
+    tokens. `progress` is called with the part of `work` that is done. Cost: 3 forwards of every token; with a teacher 4, and
+    one of the teacher.
     """
     (count, sliding), stride = _counts(validation, windows), _stride(validation)
     found = []
@@ -85,7 +86,7 @@ def score(
                 perplexity(
                     lambda tokens_BT: logits_of(model, tokens_BT),
                     validation.stream,
-                    world,
+                    grid,
                     length=validation.length,
                     stride=step,
                     rows=ROWS,
@@ -96,9 +97,7 @@ def score(
     plain, slid = found
     if teacher is None:
         return Score(plain.tokens, plain.loss, plain.perplexity, slid.perplexity)
-    compared = _compare(
-        model, teacher, validation, numbers, world, count, lambda done: progress(count + sliding + done)
-    )
+    compared = _compare(model, teacher, validation, numbers, grid, count, lambda done: progress(count + sliding + done))
     return Score(plain.tokens, plain.loss, plain.perplexity, slid.perplexity, **compared)
 
 
@@ -107,17 +106,20 @@ def _compare(
     teacher: LiveTeacher,
     validation: Windows,
     numbers: Precision,
-    world: ProcessGrid,
+    grid: ProcessGrid,
     count: int,
     progress: Callable[[int], None],
 ) -> dict[str, float | None]:
-    """Agreement, correlation and KL between model and teacher at temperature 1, on the first `count` windows."""
+    """Agreement, correlation and KL between model and teacher at temperature 1, on the first `count` windows.
+
+    A value that is not finite is None.
+    """
     objective = DistillObjective(model, RowObjective())
-    sums = torch.zeros(len(SUMS), dtype=torch.float64, device=world.device)
+    sums = torch.zeros(len(SUMS), dtype=torch.float64, device=grid.device)
     with evaluation_mode(objective), numbers.autocast():
         for first in range(0, count, ROWS):
             rows_B = np.arange(first, min(first + ROWS, count), dtype=np.int64)
-            batch = {name: rows.to(world.device) for name, rows in validation.stack(rows_B).items()}
+            batch = {name: rows.to(grid.device) for name, rows in validation.stack(rows_B).items()}
             _, sums_and_more = objective(batch["tokens"], batch["targets"], 1.0, signal=teacher(batch), temperature=1.0)
             sums += sums_and_more[1 : 1 + len(SUMS)]
             progress(int(rows_B[-1]) + 1)

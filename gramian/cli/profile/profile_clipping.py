@@ -57,17 +57,17 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = read_sizes(arguments, ON_CUDA if cuda else ON_CPU)
     numbers_file, picture_file = (Path(arguments.out or OUT, f"clipping.{suffix}") for suffix in ("json", "svg"))
     console = open_console(("--out", numbers_file), ("--out", picture_file), ("--json", arguments.json))
-    with world(sizes.cpu, arguments.fsdp) as where:
+    with world(sizes.cpu, arguments.fsdp) as grid:
         profiles, failure = measure_lengths(
             sizes.seq_lengths,
-            where,
+            grid,
             progress_bar(console),
             clipping_profile.rounds(iterations),
             lambda length, on_progress: clipping_profile.profile_clipping(
                 sizes.model,
                 length,
                 sizes.batch_size,
-                where,
+                grid,
                 mode=mode,
                 algorithm=algorithm,
                 iterations=iterations,
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     from gramian.verify.profiles.clipping_plot import draw
 
     title = (
-        f"Private step on {place_name(where, ', bfloat16 autocast')}. {sizes.model.title}; batch {sizes.batch_size}; "
+        f"Private step on {place_name(grid, ', bfloat16 autocast')}. {sizes.model.title}; batch {sizes.batch_size}; "
         f"mode {mode}, algorithm {algorithm}"
     )
     options = {"seq_lengths": sizes.seq_lengths, "batch_size": sizes.batch_size}
@@ -89,8 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
     numbers = {
         "title": title,
         "options": {**options, "mode": mode, "algorithm": algorithm, "iterations": iterations},
-        **machine_facts(where),
-        "profiles": [_numbers(profile, where.kind) for profile in profiles],
+        **machine_facts(grid),
+        "profiles": [_numbers(profile, grid.kind) for profile in profiles],
         "scaling": {name: {**dataclasses.asdict(fit), "growth": fit.growth} for name, fit in fits.items()},
     }
     files: list[Output] = [
@@ -98,11 +98,11 @@ def run(arguments: argparse.Namespace) -> int:
         ("picture", draw(profiles, title), picture_file),
         ("numbers", numbers, arguments.json),
     ]
-    return publish("clipping", console, _report(profiles, title, where, iterations), files, failure)
+    return publish("clipping", console, _report(profiles, title, grid, iterations), files, failure)
 
 
 def _report(
-    profiles: Sequence[ClippingProfile], title: str, where: ProcessGrid, iterations: int
+    profiles: Sequence[ClippingProfile], title: str, grid: ProcessGrid, iterations: int
 ) -> Iterator[RenderableType]:
     from gramian.verify.profiles.clipping_scaling import advice, communication_share, shares
 
@@ -112,8 +112,8 @@ def _report(
         f"Milliseconds, medians of {iterations} steps of each kind after warm-up; ± half the distance between the quartiles. "
         "x: private over plain step of this run; no step(): the same of forward and backward alone."
     )
-    yield _memory_table(profiles, where.device.type == "cuda")
-    yield _memory_note(where)
+    yield _memory_table(profiles, grid.device.type == "cuda")
+    yield _memory_note(grid)
     fits = scaling(profiles)
     if fits:
         yield _scaling_table(fits)
@@ -128,7 +128,7 @@ def _report(
     last = profiles[-1]
     phases = {name: spread.median for name, spread in last.phases.items()}
     parts = ", ".join(f"{name} {share:.0%}" for name, share in shares(phases).items())
-    flags = advice(phases, where.kind)
+    flags = advice(phases, grid.kind)
     yield f"verdict at {last.length:,}: {parts}; communication {communication_share(phases):.0%} of the backward"
     for line in flags or ["nothing to turn: no phase is above its limit"]:
         yield f"{'FLAG' if flags else 'ok'}: {line}"
@@ -164,9 +164,9 @@ def _memory_table(profiles: Sequence[ClippingProfile], cuda: bool) -> Renderable
     return table
 
 
-def _memory_note(where: ProcessGrid) -> str:
-    whose = "" if where.size == 1 else " of the first process"
-    if where.device.type == "cuda":
+def _memory_note(grid: ProcessGrid) -> str:
+    whose = "" if grid.size == 1 else " of the first process"
+    if grid.device.type == "cuda":
         return (
             f"Memory{whose}, of the CUDA allocator. allocated: when a step begins; + step: the most it needs above that; peak: "
             "both; reserved: by the allocator."

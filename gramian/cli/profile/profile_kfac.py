@@ -28,14 +28,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     reduce, sizes = read_choice(arguments, "reduce", REDUCTIONS), read_sizes(arguments, DEFAULTS)
     console = open_console(("--json", arguments.json))
-    with world(sizes.cpu, arguments.fsdp) as where:
-        if arguments.offload and where.device.type == "cpu":
+    with world(sizes.cpu, arguments.fsdp) as grid:
+        if arguments.offload and grid.device.type == "cpu":
             raise GramianError("argument --offload: the model is on the CPU, and so are its factors; expected a GPU")
-        profiles, failure = measure(sizes, where, console, reduce, arguments.offload)
+        profiles, failure = measure(sizes, grid, console, reduce, arguments.offload)
     if not profiles:
         return publish("kfac", console, (), (), failure)
-    files = [("numbers", _numbers(profiles, sizes, where, reduce), arguments.json)]
-    return publish("kfac", console, report(profiles, sizes, where, reduce), files, failure)
+    files = [("numbers", _numbers(profiles, sizes, grid, reduce), arguments.json)]
+    return publish("kfac", console, report(profiles, sizes, grid, reduce), files, failure)
 
 
 def default_sizes() -> ProfileSizes:
@@ -44,30 +44,30 @@ def default_sizes() -> ProfileSizes:
 
 
 def measure(
-    sizes: ProfileSizes, where: ProcessGrid, console: Console, reduce: str = "gram", offload: bool = False
+    sizes: ProfileSizes, grid: ProcessGrid, console: Console, reduce: str = "gram", offload: bool = False
 ) -> tuple[list[KFACProfile], str]:
     """Profile K-FAC at every sequence length; returns the profiles, and why it ended early ("" if it did not). Collective."""
     from gramian.verify.profiles import kfac_profile
 
     return measure_lengths(
         sizes.seq_lengths,
-        where,
+        grid,
         progress_bar(console),
         kfac_profile.WARM_UP + kfac_profile.ROUNDS,
         lambda length, on_progress: kfac_profile.profile_kfac(
-            sizes.model, length, sizes.batch_size, where, reduce=reduce, offload=offload, on_progress=on_progress
+            sizes.model, length, sizes.batch_size, grid, reduce=reduce, offload=offload, on_progress=on_progress
         ),
     )
 
 
-def _numbers(profiles: Sequence[KFACProfile], sizes: ProfileSizes, where: ProcessGrid, reduce: str) -> dict[str, Any]:
+def _numbers(profiles: Sequence[KFACProfile], sizes: ProfileSizes, grid: ProcessGrid, reduce: str) -> dict[str, Any]:
     import torch
 
     return {
-        "device": torch.cuda.get_device_name(where.device) if where.device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(grid.device) if grid.device.type == "cuda" else "cpu",
         "torch": torch.__version__,
-        "processes": where.size,
-        "parallel": where.kind,
+        "processes": grid.size,
+        "parallel": grid.kind,
         "reduce": reduce,
         "model": sizes.model.facts,
         "batch_size": sizes.batch_size,
@@ -76,17 +76,17 @@ def _numbers(profiles: Sequence[KFACProfile], sizes: ProfileSizes, where: Proces
 
 
 def report(
-    profiles: Sequence[KFACProfile], sizes: ProfileSizes, where: ProcessGrid, reduce: str = "gram"
+    profiles: Sequence[KFACProfile], sizes: ProfileSizes, grid: ProcessGrid, reduce: str = "gram"
 ) -> Iterator[RenderableType]:
-    """Lines and tables that describe the K-FAC profiles, of which there is at least one."""
+    """Lines and tables that describe one or more K-FAC profiles, for printing; `reduce` is how processes join their factors."""
     from gramian.verify.profiles.kfac_profile import ROUNDS
 
-    cuda, several = where.device.type == "cuda", where.size > 1
+    cuda, several = grid.device.type == "cuda", grid.size > 1
     memory = "resident in the process, peak since it began"
     if cuda:
         memory = "allocated on the GPU, peak in the stage, reserved by its allocator"
     joined = f", joined by {reduce}" if several else ""
-    yield f"K-FAC on {place_name(where, ', bfloat16 autocast')}{joined}"
+    yield f"K-FAC on {place_name(grid, ', bfloat16 autocast')}{joined}"
     each = " on each process" if several else ""
     yield f"{sizes.model.title}; batch {sizes.batch_size}{each}"
     yield _stage_table(profiles, cuda)

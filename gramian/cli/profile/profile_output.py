@@ -31,7 +31,7 @@ def megabytes(count: int | None) -> str:
 
 
 def with_spread(spread: TimingSpread, digits: int = 1) -> str:
-    """Format seconds as milliseconds ± half the distance between the quartiles."""
+    """Format seconds as milliseconds ± half the distance between the quartiles, with `digits` decimals."""
     return f"{1e3 * spread.median:,.{digits}f}±{1e3 * spread.iqr / 2:,.{digits}f}"
 
 
@@ -59,7 +59,7 @@ def read_iterations(arguments: argparse.Namespace) -> int:
     """Value of --iterations, the number of measured steps.
 
     Raises:
-        GramianError: if it is too small for quartiles.
+        GramianError: if it is below `LEAST_ITERATIONS`, too few for quartiles.
     """
     from gramian.verify.profiles.measurements import LEAST_ITERATIONS
 
@@ -71,7 +71,7 @@ def read_iterations(arguments: argparse.Namespace) -> int:
     return iterations
 
 
-def place_name(where: ProcessGrid, on_cuda: str = "") -> str:
+def place_name(grid: ProcessGrid, on_cuda: str = "") -> str:
     """Text for a title: the device and the layout of processes; `on_cuda` is appended to the name of a GPU."""
     import torch
 
@@ -79,26 +79,28 @@ def place_name(where: ProcessGrid, on_cuda: str = "") -> str:
 
     threads = torch.get_num_threads()
     device = f"CPU, {threads} thread{'s' * (threads != 1)}"
-    if where.device.type == "cuda":
-        device = f"{torch.cuda.get_device_name(where.device)}{on_cuda}"
-    return ", ".join(part for part in (device, layout_name(where)) if part)
+    if grid.device.type == "cuda":
+        device = f"{torch.cuda.get_device_name(grid.device)}{on_cuda}"
+    return ", ".join(part for part in (device, layout_name(grid)) if part)
 
 
-def machine_facts(where: ProcessGrid) -> dict[str, Any]:
+def machine_facts(grid: ProcessGrid) -> dict[str, Any]:
     """Number of processes, device, threads and versions, as a JSON object."""
     import torch
 
     return {
-        "processes": where.size,
-        "parallel": where.kind,
-        "device": torch.cuda.get_device_name(where.device) if where.device.type == "cuda" else "cpu",
+        "processes": grid.size,
+        "parallel": grid.kind,
+        "device": torch.cuda.get_device_name(grid.device) if grid.device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
 
 
 def open_console(*files: tuple[str, Path | None]) -> Console:
-    """Make the console, on which only the first process prints, and the folders of the output files, given as (option, file).
+    """Make the console, on which only the first process prints, and create the folders of the output files.
+
+    Each of `files` is (command-line option that names the file, path or None if it is not given).
 
     Raises:
         GramianError: on the first process, if a file cannot be written.
@@ -129,7 +131,7 @@ def publish(
     outputs: Sequence[Output],
     failure: str,
 ) -> int:
-    """Print a report and write its files, on the first process, then raise if the measurement failed.
+    """Print a report and write its files, on the first process, then raise if the measurement failed; returns exit code 0.
 
     Args:
         target: the profile's name, for error messages.

@@ -36,7 +36,7 @@ class ProfileSizes:
 
 
 def read_sizes(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> ProfileSizes:
-    """Sizes from the command line; what it leaves out is from CONFIG, or without one from `defaults` of the reference GPT.
+    """Sizes from the command line; missing ones are those of CONFIG or, without a config, the `defaults` of the reference GPT.
 
     Raises:
         GramianError: if an argument or a field of the config does not fit; the message names it.
@@ -67,15 +67,15 @@ def read_sizes(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> Pr
 
 def measure_lengths(
     lengths: Sequence[int],
-    where: ProcessGrid,
+    grid: ProcessGrid,
     bar: AbstractContextManager[Update],
     steps: int,
     measure: Callable[[int, Callable[[], None]], P],
 ) -> tuple[list[P], str]:
     """Call `measure(length, on_progress)` for one sequence length after another, until one fails on any process. Collective.
 
-    `steps` is the number of calls of `on_progress` at each length. Returns the results, and why it ended early ("" if it did
-    not).
+    `bar` is a context manager with the progress callback, `steps` the number of calls of `on_progress` at each length. Returns
+    the results, and why it ended early ("" if it did not).
     """
     from gramian.verify.profiles.measurements import first_line
 
@@ -91,8 +91,8 @@ def measure_lengths(
         for length in lengths:
             try:
                 measured = measure(length, partial(advance, length))
-                where.wait()
+                grid.wait()
             except (RuntimeError, MemoryError, GramianError) as problem:  # out of memory is a RuntimeError in torch
-                return profiles, where.first_failure(f"sequence length {length}: {first_line(problem)}")
+                return profiles, grid.first_failure(f"sequence length {length}: {first_line(problem)}")
             profiles.append(measured)
     return profiles, ""

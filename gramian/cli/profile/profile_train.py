@@ -53,28 +53,28 @@ def run(arguments: argparse.Namespace) -> int:
         update(done, total, name)
 
     failure, found = "", None
-    with world(not cuda, is_sharded(config)) as where, progress_bar(console) as update:
+    with world(not cuda, is_sharded(config)) as grid, progress_bar(console) as update:
         try:
             found = train_profile.profile_train(
-                config, where, iterations=iterations, compiled=compiled, on_progress=advance
+                config, grid, iterations=iterations, compiled=compiled, on_progress=advance
             )
-            where.wait()
+            grid.wait()
         except GramianError:
             raise
         except (RuntimeError, MemoryError) as problem:  # out of memory is a RuntimeError in torch
-            failure = where.first_failure(first_line(problem))
+            failure = grid.first_failure(first_line(problem))
     if found is None:
         return publish("train", console, (), (), failure)
-    title = _title(config, where)
+    title = _title(config, grid)
     numbers = {
         "title": title,
         "config": dataclasses.asdict(config),
         "iterations": iterations,
-        **machine_facts(where),
+        **machine_facts(grid),
         "tokens_per_second": found.tokens_per_second,
         **dataclasses.asdict(found),
     }
-    report = (title, *_report(found, where, iterations, compiled))
+    report = (title, *_report(found, grid, iterations, compiled))
     return publish("train", console, report, [("numbers", numbers, arguments.json)], failure or found.failure)
 
 
@@ -96,26 +96,26 @@ def _config(arguments: argparse.Namespace, device: str) -> Config:
         return load_config(path, overrides)
 
 
-def _title(config: Config, where: ProcessGrid) -> str:
+def _title(config: Config, grid: ProcessGrid) -> str:
     from gramian.train.loop.precision import resolve_precision
 
     model, data = config.model, config.data
     name = f"{'GPT' if model.kind == 'gpt' else 'Goose'}: {model.layers} × width {model.width}"
     name = str(model.path) if model.kind == "huggingface" else name
     return (
-        f"Training step on {place_name(where)}. {name}; {data.batch} windows of {data.length} tokens; "
-        f"{resolve_precision(config.precision, where.device).kind}, {config.optimizer.kind}, compile {config.compile.mode}"
+        f"Training step on {place_name(grid)}. {name}; {data.batch} windows of {data.length} tokens; "
+        f"{resolve_precision(config.precision, grid.device).kind}, {config.optimizer.kind}, compile {config.compile.mode}"
     )
 
 
-def _report(profile: TrainProfile, where: ProcessGrid, iterations: int, compiled: bool) -> Iterator[RenderableType]:
-    yield _phase_table(profile, where)
+def _report(profile: TrainProfile, grid: ProcessGrid, iterations: int, compiled: bool) -> Iterator[RenderableType]:
+    yield _phase_table(profile, grid)
     yield (
         f"Milliseconds, medians of {iterations} steps after warm-up; ± half the distance between the quartiles. "
         f"{profile.tokens_per_second:,.0f} tokens a second."
     )
-    yield _memory_line(profile, where)
-    if where.size > 1:
+    yield _memory_line(profile, grid)
+    if grid.size > 1:
         yield (
             "communication: what forward and backward of the first process take more than without any; communication that "
             "overlaps with them does not show."
@@ -134,19 +134,19 @@ def _report(profile: TrainProfile, where: ProcessGrid, iterations: int, compiled
         yield noise_warning("step", profile.total)
 
 
-def _phase_table(profile: TrainProfile, where: ProcessGrid) -> RenderableType:
+def _phase_table(profile: TrainProfile, grid: ProcessGrid) -> RenderableType:
     table = make_table("phase", ">ms", ">share")
     for name, spread in profile.phases.items():
-        if name != "communication" or where.size > 1:
+        if name != "communication" or grid.size > 1:
             table.add_row(name, with_spread(spread, 2), f"{spread.median / profile.total.median:.0%}")
     table.add_section()
     table.add_row("step", with_spread(profile.total, 2), "")
     return table
 
 
-def _memory_line(profile: TrainProfile, where: ProcessGrid) -> str:
+def _memory_line(profile: TrainProfile, grid: ProcessGrid) -> str:
     memory = profile.memory
-    if where.device.type != "cuda":
+    if grid.device.type != "cuda":
         return f"Memory: a step allocates at most {megabytes(memory.above)} MB above what was there."
     return (
         f"Memory of the first GPU, MB: {megabytes(memory.allocated)} allocated when a step begins, at most "

@@ -1,6 +1,6 @@
 """Apply factors to a vector over parameters, block by block: (F + damping)^p v, or F v.
 
-All factorisations are launched before the first result is waited for. A gradient that FSDP2 shards by rows is applied to
+All factorisations are launched before the first result is waited for. A gradient that FSDP2 shards by rows is multiplied
 without being gathered where that is possible (`sharded_rows`).
 """
 
@@ -32,10 +32,11 @@ def apply(
     options: Options,
     factorisations: SharedFactorisation,
 ) -> dict[str, Tensor]:
-    """(F + damping)^power v, or F v (`power` None: undamped and unclipped), on every block that v touches.
+    """(F + damping)^power v, or F v (`power` None: undamped and unclipped), for `blocks`, each with a parameter in v.
 
-    Parameters of a block that v lacks count as zero. Returns {parameter: tensor} for all parameters of the blocks touched, like
-    v in dtype, device and memory layout. Collective where factors are shared.
+    Parameters of a block that v lacks count as zero. Returns {parameter: tensor} for all parameters of the blocks, like v in
+    dtype, device and memory layout. `factorisations` shares the work among processes that have the same factors (collective).
+    With the option `strict` a GramianError is raised if a factorisation failed and was replaced by another method.
     """
     found: dict[str, Tensor] = {}
     with torch.no_grad(), exact_float32():
@@ -70,7 +71,7 @@ def _prepare(
 
 
 def _wide(block: Block, vector: Vector) -> torch.dtype:
-    """The dtype in which a block is applied to a vector: float64 if the block's G or the vector is float64, else float32."""
+    """The dtype in which a block multiplies a vector: float64 if the block's G or the vector is float64, else float32."""
     like = next(vector[name] for name in block.spec.parameters if name in vector)
     return torch.float64 if torch.float64 in (block.G.dtype, like.dtype) else torch.float32
 
@@ -116,7 +117,7 @@ def _refuse_fallbacks(blocks: Iterable[Block]) -> None:
 
 
 def _as(t: Tensor, like: Tensor) -> Tensor:
-    """Tensor `t` in the dtype, device and memory layout of `like` (fused optimizers ignore strides), sharded as it is."""
+    """Tensor `t` in the dtype, device, sharding and memory layout (fused optimizers ignore strides) of `like`."""
     if isinstance(like, DTensor):
         return place_like(t.to(like.device, like.dtype).contiguous(), like)
     t = t.to(like)
@@ -125,7 +126,7 @@ def _as(t: Tensor, like: Tensor) -> Tensor:
 
 
 def inner(left: Vector, right: Vector) -> float:
-    """Inner product Σ left · right of two {parameter: tensor} over the parameters of `left`, in float64."""
+    """Inner product Σ left · right of two {parameter: tensor} over the parameters of `left`, which `right` must have too."""
     total = 0.0
     for name, value in left.items():
         total += float(full_vector((value.double() * right[name].double()).sum()))

@@ -1,6 +1,6 @@
-"""Powers of the damped Fisher on gradients, and Fisher-vector products, with the factors of a state.
+"""Multiply gradients and other vectors by powers of the damped Fisher, or by the Fisher, with the factors of a state.
 
-In come vectors {parameter: tensor}; out go {parameter: tensor} of (F + damping)^p v or F v, block by block.
+The input is a vector v as {parameter: tensor}; the output is {parameter: tensor} of (F + damping)^p v or F v, block by block.
 """
 
 import time
@@ -25,7 +25,10 @@ def gradients_of(root: nn.Module) -> dict[str, Tensor]:
 def natural_gradient(
     state: CurvatureState, root: nn.Module, power: float, gradients: Mapping[str, Tensor] | None
 ) -> dict[str, Tensor]:
-    """{parameter: (F + damping)^power ∇} for every gradient ∇; ∇ itself where no capture has reached the parameter."""
+    """{parameter: (F + damping)^power ∇} for every gradient ∇; ∇ itself where no capture has reached the parameter.
+
+    `gradients` None: the `p.grad` of the model `root`. A GramianError is raised without gradients or factors.
+    """
     check_number("power", power)
     if gradients is None:
         gradients = gradients_of(root)
@@ -39,7 +42,7 @@ def natural_gradient(
 
 
 def fisher_vector_product(state: CurvatureState, vector: Vector, damped: bool) -> dict[str, Tensor]:
-    """{parameter: tensor} of F v, or with `damped` (F + damping) v, for every parameter of the blocks that v touches."""
+    """{parameter: tensor} of F v, or with `damped` (F + damping) v, for all parameters of every block with a parameter in v."""
     check_vector("vector", vector)
     if state.model is not None:
         state.checked_specs(state.model)
@@ -56,7 +59,7 @@ def _apply(state: CurvatureState, vector: Vector, power: float | None) -> dict[s
 
 
 def _touched(state: CurvatureState, vector: Vector) -> dict[str, Block]:
-    """{name: block} of the blocks that have a parameter in `vector`; an error for a name without curvature."""
+    """{name: block} of the blocks that have a parameter in `vector`; a GramianError for a parameter without a block."""
     state.require_factors()
     by_parameter = {p: block for block in state.blocks.values() for p in block.spec.parameters}
     touched: dict[str, Block] = {}
@@ -68,7 +71,10 @@ def _touched(state: CurvatureState, vector: Vector) -> dict[str, Block]:
 
 
 def _without_curvature(state: CurvatureState, gradients: Vector, specs: Mapping[str, Spec]) -> dict[str, Tensor]:
-    """{parameter: gradient} of trained parameters that no capture has reached, noted in the state; an error under `strict`."""
+    """{parameter: gradient} of trained parameters that no capture has reached; their names are added to the state.
+
+    With the option `strict` a GramianError is raised if there are any.
+    """
     with_curvature = {p for block in state.blocks.values() for p in block.spec.parameters}
     trained = {p for spec in specs.values() for p in spec.parameters}
     plain = {n: g for n, g in gradients.items() if state.blocks and n in trained and n not in with_curvature}

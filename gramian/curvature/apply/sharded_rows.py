@@ -1,9 +1,9 @@
-"""A block applied to a gradient whose rows are sharded over processes (`Shard(0)`, as FSDP2 has them), without gathering it.
+"""Multiply a gradient whose rows are sharded over processes (`Shard(0)`, as in FSDP2) by a block, without gathering it.
 
-Legend: Y [r, c] the gradient as its parameter is stored, Y_p [r_p, c] this process's rows; R the factor of the side that is
-cut, C that of the other: G and A of a linear layer, A and G of a table or of an input-by-output weight.
+Legend: Y [r, c] the gradient as its parameter is stored, W processes; R the factor that multiplies Y from the left (along the
+sharded rows), C the one from the right: G and A of a linear layer, A and G of a table or of an input-by-output weight.
 
-R^p Y C^p is computed where each factor can act:
+R^p Y C^p is computed by one factor after the other, on Y split by rows or by columns:
 
 | factor | acts on | entries that leave a process |
 |---|---|---|
@@ -13,8 +13,8 @@ R^p Y C^p is computed where each factor can act:
 | R, complete here | columns | rows to columns and back, two all-to-alls: 2·r·c·(W−1)/W² |
 | C, low rank with its rows sharded | columns | the same two, and an all-reduce of [T, r] |
 
-Where R's rows are cut otherwise than Y's, those that belong to another process are moved there and back: fewer than W on a
-border. The bias of an input-by-output weight is the last row of Y, on the last process.
+If R's rows are split over processes at other places than Y's, the rows of Y between the two are moved to the process that has
+them in R, and back: fewer than W per border. The bias of an input-by-output weight is the last row of Y, on the last process.
 
 Gathering the gradient would send (W−1)·r·c/W, and every process would store and multiply all of it. Where it is gathered
 nevertheless, the record states the reason.
@@ -40,7 +40,7 @@ Act = Callable[[str, Factor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ShardedRows:
-    """The gradient Y [r, c] of a block, as its parameter is stored, of which this process has some of the rows."""
+    """The gradient Y [r, c] of a block in the layout of its stored parameter; each process has some of the rows."""
 
     block: Block
     places: Mapping[str, DTensor]
@@ -56,7 +56,7 @@ class ShardedRows:
 
     @property
     def side(self) -> str:
-        """The side, "A" or "G", that acts on the sharded rows of the gradient."""
+        """The side, "A" or "G", whose factor multiplies the gradient along its sharded rows."""
         return "A" if self.turned else "G"
 
     @property
@@ -65,7 +65,10 @@ class ShardedRows:
         return self.turned and self.block.spec.has_bias
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
-        """This process's rows of the gradient; a bias is one more column or the last row (collective), zero if missing."""
+        """This process's rows of Y in `dtype`, with the bias as last column or last row; missing parameters are zero.
+
+        Collective if the bias is a row.
+        """
         spec, like = self.block.spec, next(iter(self.places.values()))
         width = spec.inputs if not self.turned else spec.outputs
         y = torch.zeros(self.counts[self.exchange.rank], width, dtype=dtype, device=like.device)
@@ -114,7 +117,7 @@ class ShardedRows:
     # ---- both sides --------------------------------------------------------------------------------------------------
 
     def apply(self, y: Tensor, act: Act) -> Tensor:
-        """This process's rows of G^p Y A^p (or its transpose), from its rows `y` of Y; `act` applies one side. Collective."""
+        """This process's rows of R^p Y C^p from its rows `y` of Y; `act` multiplies by the power of one side. Collective."""
         other = "G" if self.side == "A" else "A"
         row_side, column_side = self.block.factors[self.side], self.block.factors.get(other)
         in_columns = []
@@ -132,7 +135,7 @@ class ShardedRows:
         return self._by_columns(y, in_columns, act) if in_columns else y
 
     def _by_columns(self, y: Tensor, sides: list[tuple[str, Factor]], act: Act) -> Tensor:
-        """Apply the factors `sides` to whole columns of the sharded gradient: one all-to-all to columns, one back to rows."""
+        """Multiply complete columns of the sharded gradient by the factors `sides`; one all-to-all before, and one after it."""
         widths = [part.stop - part.start for part in self.exchange.features(y.shape[1])]
         z = self.exchange.reshard(y, self.counts)
         for side, factor in sides:
@@ -143,7 +146,10 @@ class ShardedRows:
         return self.exchange.to_samples(z.contiguous(), 1, widths, self.counts)
 
     def joint(self, y: Tensor, p: float, first_jitter: float) -> Tensor:
-        """This process's rows of (G ⊗ A + λI)^p Y, with G's rows sharded as Y's, and A complete here. Collective."""
+        """This process's rows of (G ⊗ A + λI)^p Y for a G with sharded rows and an A that every process has. Collective.
+
+        `first_jitter`: first Cholesky jitter, relative to the mean diagonal.
+        """
         damping = self.block.damping
         assert damping is not None
         block = replace(self.block, G=local(self.block.G))
@@ -165,9 +171,10 @@ class ShardedRows:
 def rows_of(
     block: Block, places: Mapping[str, Tensor], power: float | None, exchange: Exchange | None
 ) -> tuple[ShardedRows | None, str]:
-    """(`ShardedRows` of a block's gradient, "") if factors can act on its rows; else (None, why not, "" if not sharded).
+    """(`ShardedRows` of a block's gradient, "") if it can be multiplied without gathering; else (None, reason).
 
-    The answer is the same on all processes: it follows from shapes, placements, kinds of factors and damping.
+    The reason is "" if the gradient `places` {parameter: tensor} is not sharded. `power` None: the undamped block. The result
+    is the same on all processes: it follows from shapes, placements, representations of factors and damping.
     """
     sharded = {name: t for name, t in places.items() if isinstance(t, DTensor)}
     if not sharded:
@@ -209,7 +216,7 @@ def _fitting(rows: ShardedRows, power: float | None) -> tuple[ShardedRows | None
 
 
 def local(factor: Factor) -> Factor:
-    """A copy of a factor with sharded rows that acts on this process's rows of Y only; it shares factorisations."""
+    """A copy of a factor with sharded rows that multiplies this process's rows of Y only, on the same memory."""
     assert isinstance(factor, LowRank | DiagonalLowRank) and isinstance(factor.columns, ShardedColumns)
     factor.bound()
     twin = copy.copy(factor)

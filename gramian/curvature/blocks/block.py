@@ -1,6 +1,7 @@
 """One block of the Fisher with its factors: products F Y = G Y A with Y [o, m], and powers (F + damping)^p Y.
 
-Legend: o outputs, m inputs (the bias included), r and s eigenvectors of G and A.
+Legend: Y the block's parameters or their gradient as a matrix, o outputs, m inputs (the bias included), r and s numbers of
+eigenvectors of G and A. A and G are the two sides of the block. The clip raises damped eigenvalues to at least largest/κ_max.
 """
 
 from dataclasses import dataclass, field, replace
@@ -21,23 +22,23 @@ from gramian.linalg.wide import padded
 
 @dataclass
 class Facts:
-    """How the estimate of one block was made; it goes into the K-FAC record."""
+    """How the estimate of one block was made: token counts, reasons, bytes and times, for the K-FAC record."""
 
     tokens: int = 0
-    """Number of tokens T of the refresh; the number of samples for a block that is not a Kronecker product."""
+    """Number of tokens T in the captured data; the number of samples for a block that is not a Kronecker product."""
     kept_tokens: int = 0
-    """Number of tokens in the estimate: below `tokens` where a subset was taken."""
+    """Number of tokens in the estimate: fewer than `tokens` where a random subset was taken."""
     terms: float = 0.0
     """Number of loss terms N over which G was averaged."""
     step: int = 0
-    """Number of the step at which the estimate was made."""
+    """Number of the step (capture or collection) at which the estimate was made."""
     refreshes: int = 0
-    """Number of refreshes in the moving average of the factors."""
+    """Number of estimates in the moving average of the factors."""
     reason_A: str = ""
     """Why the factor A is dense, low rank or diagonal."""
     reason_G: str = ""
     most_columns: dict[str, int] = field(default_factory=dict)
-    """{"A" or "G": most columns of its low-rank average under memory_budget}; a missing side has the option's limit."""
+    """{"A" or "G": column limit that memory_budget sets on its low-rank moving average}; otherwise `kfac_auto_t_max`."""
     discarded_trace_A: float = 0.0
     discarded_trace_G: float = 0.0
     seconds: float = 0.0
@@ -45,19 +46,19 @@ class Facts:
     estimate: str = ""
     """Where the labels behind G came from: "empirical" (the data), "mc" (drawn), or "exact softmax" (no labels)."""
     local_tokens: int = 0
-    """Number of the tokens T that this process had."""
+    """Number of tokens that this process had, out of the `tokens` of all processes."""
     reduction_A: str = ""
-    """How processes joined the sums of A: "dense", "gather", "gram"; empty: they were not joined."""
+    """How processes joined the sums of A: "dense" (all-reduce), "gather", "gram" (sharded by features); "": not joined."""
     reduction_G: str = ""
     sent: dict[str, int] = field(default_factory=dict)
     """{kind of collective: bytes that this process sent for the block}."""
     reason_ekfac: str = ""
-    """Why the block has K-FAC's eigenvalues although EK-FAC is on; "" if it does not."""
+    """Why the block has K-FAC's eigenvalues although EK-FAC is on; "" if it has EK-FAC's, or EK-FAC is off."""
 
 
 @dataclass
 class Block:
-    """A block of the Fisher with its factors, F Y = G Y A; A is None where it is not a Kronecker product (then m = 1).
+    """A block of the Fisher with its factors, F Y = G Y A; A is None if the block is not a Kronecker product (then m = 1).
 
     ```python
     block = kfac.kfac_factors["blocks.0.fc"]
@@ -71,7 +72,7 @@ class Block:
     facts: Facts = field(default_factory=Facts)
     damping: Damping | None = None
     gathered: str = ""
-    """Why the sharded gradient of this block was gathered when it was last applied; "": it was not gathered or not sharded."""
+    """Why the sharded gradient was gathered when this block last multiplied it; "": it was not gathered or not sharded."""
     clips: dict[str, Clip] = field(default_factory=dict)
     """{"A", "G" or "joint": how many eigenvalues of that matrix the clip raised, and by how much}."""
     corrected: bool = False
@@ -80,7 +81,7 @@ class Block:
     """EK-FAC's eigenvalues and their basis; None until they are measured."""
 
     def with_factors(self, A: Factor | None, G: Factor, facts: Facts) -> "Block":
-        """A copy of this block with new factors and facts, without what was computed from the old (damping, clips, EK-FAC)."""
+        """A copy of this block with new factors and facts; damping, clips and EK-FAC eigenvalues of the old ones are reset."""
         return replace(self, A=A, G=G, facts=facts, damping=None, clips={}, corrected=False, correction=None)
 
     @property
@@ -109,7 +110,11 @@ class Block:
         return out if self.A is None else self.A.matvec(out.mT.to(self.A.dtype)).mT
 
     def prepare(self, damping: Damping, first_jitter: float, dtype: torch.dtype) -> None:
-        """Launch, without waiting, the factorisations that `power` with p = -1 uses at this damping, for a Y of this dtype."""
+        """Launch, without waiting, the Cholesky factorisations that `power` with p = -1 uses, for a Y of this dtype.
+
+        `first_jitter` is the first Cholesky jitter, relative to the mean diagonal. Under joint damping a Kronecker block is
+        applied by eigenvectors, and nothing is launched.
+        """
         if not damping.joint or self.A is None:
             dtype = torch.promote_types(dtype, self._dtype(-1.0, damping))
             for side, factor, value in self._sides(damping):
@@ -117,7 +122,7 @@ class Block:
                     factor.prepare_solve(value, first_jitter, dtype)
 
     def factorisations(self, p: float, damping: Damping) -> dict[str, What]:
-        """{"A" or "G": "eigen" or "solve"}, the factorisations that `power` with exponent p will use; other sides need none."""
+        """{"A" or "G": "eigen" (eigenpairs) or "solve" (Cholesky)}: factorisations that `power` with exponent p will use."""
         found: dict[str, What] = {}
         if self.correction is not None:
             return found
@@ -139,7 +144,10 @@ class Block:
         return found
 
     def factorise(self, side: str, what: What, p: float, damping: Damping, jitter: float, dtype: torch.dtype) -> None:
-        """Compute the factorisation `what` ("eigen"; "solve" is only launched) that `power` of a Y of this dtype uses."""
+        """Compute the eigenpairs ("eigen") of a side, or launch its Cholesky ("solve"), for `power` of a Y of this dtype.
+
+        `jitter` is the first Cholesky jitter, relative to the mean diagonal.
+        """
         value, factor = (damping.lambda_A if side == "A" else damping.lambda_G), self.holder(side, what)
         if what == "solve":
             factor.prepare_solve(value, jitter, torch.promote_types(dtype, self._dtype(p, damping)))
@@ -152,15 +160,19 @@ class Block:
             prepare_power(factor, p, value, damping.max_condition, wide)
 
     def holder(self, side: str, what: What) -> Factor:
-        """The factor that stores the factorisation `what` of a side: its own, or its dense form if only that has eigenpairs."""
+        """The factor that stores the factorisation `what` of side "A" or "G": the side's own factor, or its dense form.
+
+        The dense form is used for "eigen" of a diagonal ± low-rank factor, which has no eigenpairs itself.
+        """
         factor = self.factors[side]
         return factor.written_out() if what == "eigen" and isinstance(factor, DiagonalLowRank) else factor
 
     def power(self, y_OM: Tensor, p: float, damping: Damping, first_jitter: float) -> Tensor:
         """(F + damping)^p Y for Y [o, m], with the clip if there is one: [o, m] on Y's device.
 
-        Where one side needs float64, the product between the sides is float64 too: the other side would multiply its rounding
-        error by its own condition number.
+        If one side needs float64, the intermediate product is float64 too: the other side would multiply its rounding error by
+        its own condition number. `first_jitter`: first Cholesky jitter, relative to the mean diagonal. Joint damping raises a
+        GramianError for an A that is diagonal ± low rank, unless EK-FAC has measured eigenvalues.
         """
         if damping.joint and self.A is not None:
             return self._joint(y_OM, p, damping)
@@ -173,7 +185,10 @@ class Block:
         return out[:, : y_OM.shape[1]]
 
     def act(self, side: str, factor: Factor, y_NK: Tensor, p: float, damping: Damping, first_jitter: float) -> Tensor:
-        """(M + λI)^p Y with the clip, M = A or G by `side`, Y [n, k]; `factor` is M itself or, for a sharded Y, its shard."""
+        """(M + λI)^p Y [n, k] with the clip, M = A or G by `side`; `factor` is M, or its shard if Y's rows are sharded.
+
+        `first_jitter`: first Cholesky jitter, relative to the mean diagonal. What was clipped is recorded in `clips`.
+        """
         value = damping.lambda_A if side == "A" else damping.lambda_G
         if p == -1 and self._solves(side, factor, value, damping):
             with factor.products(value):
@@ -189,7 +204,7 @@ class Block:
         return torch.promote_types(y, self._dtype(p, self.damping))
 
     def _dtype(self, p: float, damping: Damping) -> torch.dtype:
-        """Float64 if a side needs it for exponent p, else float32; sides stored in half precision never need it."""
+        """Float64 if a side, not stored in half precision, is too ill-conditioned for float32 at exponent p; else float32."""
         exact = [(factor, value) for _, factor, value in self._sides(damping) if factor.storage_dtype not in HALF]
         needed = [factor.working_dtype(value, p) for factor, value in exact]
         return torch.float64 if torch.float64 in needed else torch.float32
@@ -199,7 +214,7 @@ class Block:
         return sides if self.A is None else [*sides, ("A", self.A, damping.lambda_A)]
 
     def _solves(self, side: str, factor: Factor, value: float, damping: Damping) -> bool:
-        """True if power -1 of a side uses Cholesky: always without the clip, with it where nothing would be clipped."""
+        """True if power -1 of a side uses Cholesky: there is no clip, or a bound shows that nothing would be clipped."""
         if damping.max_condition is None:
             return True
         if not factor.clips_nothing(value, damping.max_condition):
@@ -212,8 +227,9 @@ class Block:
     def _joint(self, y_OM: Tensor, p: float, damping: Damping) -> Tensor:
         """(G ⊗ A + λI)^p Y for Y [o, m], in the eigenbases of both sides, with the clip if there is one.
 
-        With C = Q_GᵀYQ_A: f₀Y + Q_G [(f(σ_iα_j) − f₀) ⊙ C] Q_Aᵀ, f(x) = max(x + λ, floor)^p, f₀ = f(0): outside either basis
-        the product's eigenvalue is 0. Cost: 4·o·m·(r_A + r_G) FLOPs once both sides are decomposed.
+        f₀Y + Q_G [(f(σ_iα_j) − f₀) ⊙ C] Q_Aᵀ with C = Q_GᵀYQ_A; σ_i, Q_G and α_j, Q_A are eigenvalues and eigenvectors of G
+        and A, f(x) = max(x + λ, floor)^p with the clip's floor, f₀ = f(0): outside the bases the eigenvalue of G ⊗ A is 0.
+        Cost: 4·o·m·(r_A + r_G) FLOPs for r_A and r_G eigenvectors, once both sides are decomposed.
         """
         assert self.A is not None
         if self.correction is not None:
@@ -244,7 +260,10 @@ class Block:
         return out.to(G.dtype)
 
     def _clip_joint(self, damped: Tensor, value: float, floor: float, damping: Damping) -> None:
-        """Record in `clips` the eigenvalues that the clip raises to `floor`: those in the basis, and λ outside of it."""
+        """Record in `clips` how many eigenvalues the clip raises to `floor`: of those in `damped`, and of λ outside the basis.
+
+        `damped` are the damped eigenvalues in the basis, `value` is λ.
+        """
         if damping.max_condition is None or "joint" in self.clips:
             return
         low = damped.double() < floor
@@ -267,14 +286,14 @@ class Block:
         return out
 
     def _writes_out_G(self, damping: Damping) -> bool:
-        """True if a G without eigenvectors has to be decomposed as a dense matrix: the clip raises single eigenvalues."""
+        """True if G, a diagonal ± low-rank factor, must be decomposed as a dense matrix, as the clip may raise eigenvalues."""
         assert self.A is not None
         if damping.max_condition is None or self.G.dim > WIDEST_DENSE:
             return False
         return damping.lambda_G * damping.max_condition < self.G.bound() * self.A.bound() + damping.lambda_G
 
     def _stable(self, damping: Damping) -> bool:
-        """True if bounds on the eigenvalues show that float32 is exact enough for joint damping."""
+        """True if bounds on the eigenvalues show that float32 is exact enough for joint damping, and both sides use float32."""
         assert self.A is not None
         value, top = damping.lambda_G, self.G.bound() * self.A.bound()
         floor = damping.floor(top, value)
@@ -282,7 +301,10 @@ class Block:
         return exact and self.G.dtype == self.A.dtype == torch.float32
 
     def _joint_by_column(self, y_OM: Tensor, p: float, damping: Damping) -> Tensor:
-        """(G ⊗ A + λI)^p Y for a G without eigenvectors: (α_j G + λI)^p on column j in A's basis, by conjugate gradients."""
+        """(G ⊗ A + λI)^p Y for a G without eigenvectors: (α_j G + λI)^p times column j of Y Q_A, by conjugate gradients.
+
+        α_j and Q_A are the eigenvalues and eigenvectors of A. Where the clip would act, λ is raised to its floor.
+        """
         assert isinstance(self.A, Spectral) and isinstance(self.G, DiagonalLowRank)
         y = y_OM.to(torch.float64)
         value, alpha = damping.lambda_G, self.A.spectrum.to(y)

@@ -19,7 +19,7 @@ from gramian.taps.roles import ParameterInfo
 from gramian.taps.sites.site import LayerForm
 
 SMALL = 128
-"""Most elements of a parameter outside K-FAC for which the exact Fisher block is used; larger ones have a diagonal."""
+"""Largest number of elements of a parameter outside K-FAC that gets its exact Fisher block; a larger one gets a diagonal."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Spec:
     """The parameters, layers and shape of one block of the Fisher, without data."""
 
     name: str
-    """Name of the block: of the (first) layer that uses its parameters, or outside K-FAC of the parameter."""
+    """Name of the block: that of the first layer that uses its weight; outside K-FAC that of its parameter."""
     kind: Literal["kronecker", "block", "diagonal"]
     parameters: tuple[str, ...]
-    """Names of the block's weight and, if it is part of the block, bias; outside K-FAC of the one parameter."""
+    """(weight, bias) or (weight,): names of the block's parameters; outside K-FAC the name of the one parameter."""
     shapes: tuple[tuple[int, ...], ...]
     layers: tuple[str, ...]
     layout: Literal["out_in", "in_out", "kernel", "table", "vector"]
@@ -43,7 +43,7 @@ class Spec:
     tables: tuple[str, ...] = ()
     """Those of `layers` that look rows of the weight up by index (embeddings)."""
     why: str = ""
-    """Why the block is not a Kronecker product although its layer could have one."""
+    """Why the block is not a Kronecker product although its layer could have one; "" otherwise."""
 
     @property
     def has_bias(self) -> bool:
@@ -58,7 +58,10 @@ class Spec:
         return "exact block" if self.kind == "block" else "diagonal"
 
     def matrix(self, tensors: dict[str, Tensor]) -> Tensor:
-        """The block's parameters {name: tensor} as one matrix Y [o, m]; a missing one counts as zero, a wrong shape raises."""
+        """The block's parameters {name: tensor} as one matrix Y [o, m]; a missing one counts as zero.
+
+        At least one must be there. Another shape than at the capture raises a GramianError.
+        """
         parts: list[Tensor | None] = []
         for name, shape in zip(self.parameters, self.shapes, strict=True):
             t = tensors.get(name)
@@ -90,7 +93,7 @@ class Spec:
 
 
 def find_blocks(root: nn.Module, options: Options) -> dict[str, Spec]:
-    """{name: `Spec`} of all blocks of an unwrapped model, in its order; layers narrower than `min_layer_size` have no K-FAC."""
+    """{name: `Spec`} of all blocks of a model without wrappers, in its order; layers below `min_layer_size` have no K-FAC."""
     layers, parameters = discover(root)
     users: dict[str, list[FoundLayer]] = {}
     for found in layers:
@@ -116,7 +119,7 @@ def _kronecker(
     parameters: dict[str, ParameterInfo],
     options: Options,
 ) -> Spec | str:
-    """The `Spec` of a weight that all its layers use as a matrix; else the reason why not, "" where it could never be one."""
+    """The `Spec` of a weight that all its layers use as a matrix; else the reason, "" if it is not a weight matrix at all."""
     if any(found.parameters.get("weight") != name for found in used_by):
         return ""
     forms: list[LayerForm] = []
@@ -152,7 +155,10 @@ def _kronecker(
 
 
 def _oriented(form: LayerForm, main: LayerForm) -> tuple[int, int]:
-    """(inputs, outputs) of a layer's use of a weight; a table tied to a head is read as the head's matrix."""
+    """(inputs, outputs) of the weight in one layer; those of an embedding table tied to a head are swapped to the head's.
+
+    (0, 0) if such a head does not store its weight as [outputs, inputs].
+    """
     if form.layout == "table" and main.layout != "table":
         return (form.outputs, form.inputs) if main.layout == "out_in" else (0, 0)
     return (form.inputs, form.outputs)

@@ -23,7 +23,7 @@ from gramian.taps.model.user_names import named_parameters, unwrap
 
 
 def check_spec(before: Spec, now: Spec) -> None:
-    """Raise a GramianError if a block is not as at the capture: a bias appeared, vanished or was frozen, or shapes changed."""
+    """Raise a GramianError if a block is not as at the capture: its bias, kind, parameters or shapes have changed."""
     if before.kind == now.kind and before.parameters == now.parameters and before.shapes == now.shapes:
         return
     if before.has_bias != now.has_bias:
@@ -47,7 +47,7 @@ def module_of(model: Any) -> nn.Module:
 
 
 def refuse_open_capture(root: nn.Module) -> None:
-    """Raise a GramianError if a capture is open on the model `root`, which would record other passes over it as its own."""
+    """Raise a GramianError if a capture is open on the model `root`: it would record passes that are not meant for it."""
     if hub_of(root).live:
         raise GramianError(
             "model: is inside an open capture, which would take these passes for its own; expected a call outside of it"
@@ -55,7 +55,7 @@ def refuse_open_capture(root: nn.Module) -> None:
 
 
 def check_number(name: str, value: Any, sign: Literal["any", "positive", "not negative"] = "any") -> None:
-    """Raise a GramianError unless `value`, the argument `name`, is a finite real number of this sign."""
+    """Raise a GramianError unless `value`, the argument `name`, is a finite int or float with this sign."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise GramianError(f"{name}: expected a finite number, got {value!r}")
     if sign == "positive" and not value > 0:
@@ -91,10 +91,10 @@ def unique_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def group_of(model: nn.Module, root: nn.Module, given: Any) -> Any:
-    """The group of the processes that share a model's data: the given one, else that of DDP or FSDP2; None: the default.
+    """The process group that shares a model's data: `given`, else that of DDP or FSDP2; None: the default group.
 
-    Of a tensor-parallel model all processes of its mesh, FSDP2's dimension included. A model that is sharded in another way
-    is an error.
+    `root` is the model without its wrapper. For a tensor-parallel model it is `given` or the default group; a GramianError is
+    raised if the default group is larger than the model's mesh (FSDP2's dimension included), or for other kinds of sharding.
     """
     reshard(root)
     if TensorParallel.of(root) is None:
@@ -126,17 +126,20 @@ class Agreed:
     problem: str
     """Why the refresh is rejected, as a text; "" if it is not."""
     free: int | None
-    """Free bytes of device memory on the process with the fewest."""
+    """Free bytes of GPU memory on the process with the fewest; None: no process uses a GPU."""
 
 
 def fingerprint(specs: Mapping[str, Spec]) -> str:
-    """A hash of {block name: `Spec`}, equal for models with equal blocks."""
+    """A hash (16 hex digits) of {block name: `Spec`}, equal for models with equal blocks on any device."""
     fields = [(s.name, s.kind, s.parameters, s.shapes, s.layers, s.layout, str(s.dtype)) for s in specs.values()]
     return hashlib.sha256(repr(fields).encode()).hexdigest()[:16]
 
 
 def agree(reports: Sequence[Mapping[str, Any]]) -> Agreed:
-    """The totals of a refresh from all processes' reports; an error if two differ in model, options, seed, step or head."""
+    """The totals of a refresh from the reports of all processes, in the order of ranks.
+
+    A GramianError is raised if two differ in model, options, seed, step, kind of estimate (empirical, drawn, exact) or head.
+    """
     first = reports[0]
     for rank, report in enumerate(reports):
         for name in ("model", "options", "seed", "step", "estimate"):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 
 class Lambdas(NamedTuple):
-    """The options `damping`, `damping_A` (as A) and `damping_G` (as G); the last two are `damping` where they are not given."""
+    """The options `damping`, `damping_A` (as A) and `damping_G` (as G); `damping` replaces the last two if not given."""
 
     damping: float
     A: float
@@ -32,7 +32,9 @@ class DampingMode:
     single: Callable[[Lambdas], float]
     """Maps the λs of the options to the λ of a block that is not a Kronecker product."""
     on_product: bool = False
-    """True if λ is added to G ⊗ A, which takes the eigenvectors of both sides, and not to A and G."""
+    """True if λ is added to G ⊗ A, which needs the eigenvectors of A and G; False if λs are added to A and to G."""
+    sides: bool = True
+    """True if the options `damping_A` and `damping_G` are used; False if the mode computes both from `damping`."""
 
 
 def _split_by_trace(lambdas: Lambdas, mean_A: float, mean_G: float) -> tuple[float, float, float]:
@@ -46,7 +48,7 @@ def _balance(mean_A: float, mean_G: float) -> float:
 
 
 DAMPING_MODES = {
-    "pi": DampingMode(_split_by_trace, lambda lambdas: lambdas.damping),
+    "pi": DampingMode(_split_by_trace, lambda lambdas: lambdas.damping, sides=False),
     "factored": DampingMode(lambda lambdas, mean_A, mean_G: (lambdas.A, lambdas.G, 1.0), lambda lambdas: lambdas.G),
     "joint": DampingMode(
         lambda lambdas, mean_A, mean_G: (lambdas.A, lambdas.A, 1.0), lambda lambdas: lambdas.A, on_product=True
@@ -72,7 +74,10 @@ class Damping:
         return DAMPING_MODES[self.mode].on_product
 
     def floor(self, top: float, value: float) -> float:
-        """Least damped eigenvalue that the clip allows, (top + λ)/κ_max, λ = `value`, `top` the largest; 0 without a clip."""
+        """Least damped eigenvalue that the clip allows: (`top` + λ)/κ_max; 0 without a clip.
+
+        `top` is the largest undamped eigenvalue, `value` is λ.
+        """
         return 0.0 if self.max_condition is None else (top + value) / self.max_condition
 
 
@@ -82,7 +87,7 @@ def resolve(mode: str, lambdas: Lambdas, max_condition: float | None, means: tup
     Args:
         mode: a key of `DAMPING_MODES`.
         lambdas: λs of the options.
-        max_condition: κ_max of the clip, or None.
+        max_condition: κ_max of the clip; None: no clip.
         means: mean eigenvalues (tr A/m, tr G/o) of a Kronecker block; None for any other block.
     """
     if means is None:

@@ -1,6 +1,7 @@
 """EK-FAC's eigenvalues of one block, and their eigenbasis (George et al. 2018).
 
-Legend: Y [o, m] the block's parameters as a matrix, r and s directions of the bases of its outputs and inputs.
+Legend: Y [o, m] the block's parameters as a matrix, Q_G [o, r] and Q_A [m, s] eigenvectors of its factors G and A, σ_i and
+α_j their eigenvalues.
 
 F ≈ (Q_G ⊗ Q_A) diag(S) (Q_G ⊗ Q_A)ᵀ with S [r, s] in place of K-FAC's products σ_i α_j. The basis is stored with S, because
 another decomposition of the same factors may rotate the eigenvectors of close eigenvalues.
@@ -17,7 +18,7 @@ from gramian.linalg.factors.columns import Columns
 
 @dataclass(frozen=True)
 class Basis:
-    """Orthonormal vectors Q [n, r] of one side: a matrix, U W with the columns U of a low-rank side, or the standard basis."""
+    """Orthonormal vectors Q [n, r] of one side (A or G): a matrix, U W for a low-rank factor U Uᵀ, or the standard basis."""
 
     dim: int
     """n, the number of rows of the basis Q [n, r]."""
@@ -28,9 +29,9 @@ class Basis:
 
     @classmethod
     def of(cls, factor: Factor) -> "Basis":
-        """The eigenvectors of a factor as a `Basis`, from its last decomposition, whose memory they share.
+        """The eigenvectors of a factor as a `Basis`, from its last eigendecomposition, without copying them.
 
-        Eigenvectors whose eigenvalue is 0 up to rounding are left out, since they are arbitrary.
+        Eigenvectors of a dense factor whose eigenvalue is 0 up to rounding are left out, since they are arbitrary.
         """
         if isinstance(factor, Diagonal):
             return cls(factor.dim, None)
@@ -49,7 +50,7 @@ class Basis:
         return self.dim if self.matrix is None else self.matrix.shape[1]
 
     def nbytes_beside(self, factor: Factor) -> int:
-        """Bytes of the basis's matrix; 0 where the factor stores the same memory as its eigenvectors."""
+        """Bytes of the basis's matrix; 0 without a matrix, or if it shares the memory of the eigenvectors in `factor`."""
         holder = factor._whole if isinstance(factor, DiagonalLowRank) else factor
         eigen = holder._eigen if isinstance(holder, Dense | LowRank) else None
         if self.matrix is None:
@@ -73,7 +74,10 @@ class Basis:
         return mixed if self.columns is None else self.columns.times(mixed)
 
     def squared_cosines(self, other: "Basis", like: Tensor) -> Tensor | None:
-        """(QᵀQ')⊙² [r, r'] of this basis Q and another Q': maps diag(s) in Q' to its diagonal in Q; None: the identity."""
+        """(QᵀQ')⊙² [r, r'] of this basis Q and another Q', in the dtype and on the device of `like`; None: the identity.
+
+        Times a vector s it is the diagonal, in basis Q, of the matrix that is diag(s) in basis Q'.
+        """
         if self.matrix is None and other.matrix is None:
             return None
         eye = torch.eye(other.rank, dtype=like.dtype, device=like.device)
@@ -82,10 +86,10 @@ class Basis:
 
 @dataclass(frozen=True)
 class Correction:
-    """EK-FAC's eigenvalues S [r, s] of one block with their eigenbases of G and A."""
+    """EK-FAC's eigenvalues S [r, s] of one block with their eigenbases of G and A; outside these the eigenvalues are 0."""
 
     values_RS: Tensor
-    """S [r, s], float32 or float64: second moments of per-sample gradients along q_G q_Aᵀ; 0 outside the basis."""
+    """S [r, s], float32 or float64: second moments of per-sample gradients along q_G q_Aᵀ for basis vectors q_G and q_A."""
     G: Basis
     A: Basis
     outside: float
@@ -112,7 +116,10 @@ class Correction:
         return values if right is None else values @ right.mT
 
     def seen_in(self, G: Basis, A: Basis) -> Tensor:
-        """The diagonal of this EK-FAC Fisher in another basis Q (G and A), Q' its own: (Q_GᵀQ_G')⊙² S (Q_AᵀQ_A')⊙²ᵀ."""
+        """The diagonal [r, s] of this EK-FAC Fisher in the other bases Q_G = `G`, Q_A = `A`: (Q_GᵀQ_G')⊙² S (Q_AᵀQ_A')⊙²ᵀ.
+
+        Q_G' and Q_A' are this object's own bases.
+        """
         values = self.values_RS
         left, right = G.squared_cosines(self.G, values), A.squared_cosines(self.A, values)
         values = values if left is None else left @ values

@@ -11,7 +11,10 @@ from gramian.taps.model.user_names import named_modules
 
 
 def known_head(root: nn.Module, head: str | None) -> str | None:
-    """Name of the output layer: `head`, else that of the model's `get_output_embeddings()`; None: unknown before a forward."""
+    """Name of the output layer: `head`, else that of the model's `get_output_embeddings()`; None: unknown before a forward.
+
+    A GramianError is raised if the model has no module of the name `head`.
+    """
     names = {id(module): name for name, module in named_modules(root)}
     if head is not None:
         if head not in names.values():
@@ -23,7 +26,10 @@ def known_head(root: nn.Module, head: str | None) -> str | None:
 
 
 def seen_head(layer: str | None, specs: Mapping[str, Spec], exact_head: bool) -> str | None:
-    """`layer`, whose output the first forward returned, if it has K-FAC factors; else None, an error if `exact_head`."""
+    """Return `layer` if it has K-FAC factors, else None, or with `exact_head` raise a GramianError.
+
+    `layer` is the one whose output the model's forward returned; None: no such layer was seen.
+    """
     if layer is not None and has_factors(layer, specs):
         return layer
     if exact_head and layer is not None:

@@ -7,9 +7,10 @@
 | "hybrid"     | as "all" for the head and where o ≥ kfac_big_threshold   |
 | "small_only" | never; nor with kfac_use_woodbury=False                  |
 
-A of width m is low rank while T < m and T ≤ kfac_auto_t_max, unless low rank is off. Otherwise a side is dense. A side wider
-than `WIDEST_DENSE` is never dense: it is low rank on a keyed, rescaled subset of kfac_auto_t_max tokens, or, with low rank
-off, its diagonal. `memory_budget` may reduce it further; `representation` then applies to the reduced `StoragePolicy`.
+T is the number of tokens of a refresh. A of width m is low rank while T < m and T ≤ kfac_auto_t_max, unless low rank is off.
+Otherwise a side is dense. A side wider than `WIDEST_DENSE` is never dense: it is low rank on a random, rescaled subset of
+kfac_auto_t_max tokens, or, with low rank off, its diagonal. `memory_budget` may reduce it further; `representation` then
+applies to the reduced `StoragePolicy`.
 """
 
 from typing import Literal
@@ -23,14 +24,14 @@ Representation = Literal["dense", "low rank", "diagonal"]
 
 
 def representation(keep: StoragePolicy, kept: int) -> Representation:
-    """The representation of a side (A or G) of which all processes together stored `kept` tokens under the policy `keep`."""
+    """How a side (A or G) is stored if all processes together have `kept` of its tokens: "diagonal", "low rank" or "dense"."""
     if keep.diagonal:
         return "diagonal"
     return "low rank" if kept <= keep.rows_up_to else "dense"
 
 
 def low_rank_up_to(side: Side, width: int, is_head: bool, options: Options) -> int:
-    """The largest number of tokens for which a side (A or G) of this width is low rank; 0: it is always dense."""
+    """The largest number of tokens for which a side (A or G) of this width is low rank; 0: it is never low rank."""
     if not options.low_rank:
         return 0
     if side == "G":
@@ -42,7 +43,7 @@ def low_rank_up_to(side: Side, width: int, is_head: bool, options: Options) -> i
 
 
 def keep_for(side: Side, width: int, is_head: bool, options: Options) -> StoragePolicy:
-    """The `StoragePolicy` of a side of this width: which tokens are stored, or only summed, as they arrive."""
+    """The `StoragePolicy` of a side (A or G) of this width: how many tokens are stored as rows, before they are summed."""
     if width > WIDEST_DENSE:
         if not options.low_rank:
             return StoragePolicy(diagonal=True)

@@ -7,8 +7,9 @@ S = (1/N) Σ_b (Q_Gᵀ Y_b Q_A)⊙² is the diagonal of the per-sample Fisher in
 closest one in the Frobenius norm (George et al. 2018). All uses of a weight by a sample and all its tokens are added before
 anything is squared: Y_b = Σ_t g_t a_tᵀ. The basis exists only after the last token, so every token is stored until then.
 
-Of an exact softmax head, S = (1/N) Σ_t w_t (q_Gᵀ(diag p_t − p_t p_tᵀ)q_G)(q_Aᵀa_t)²: labels of different tokens are drawn
-apart. Where its weight is a table too, the table's part is added, as K-FAC adds its two products.
+For an exact softmax head with probabilities p_t and token weights w_t, S = (1/N) Σ_t w_t (q_Gᵀ(diag p_t − p_t p_tᵀ)q_G)
+(q_Aᵀa_t)², since labels of different tokens are independent. If its weight is an embedding table too, the table's part is
+added, as K-FAC adds its two products.
 
 Cost beside K-FAC: 2·T·(o·r + m·s + r·s) FLOPs per sample, and T·(o + m) entries per sample until the refresh is over.
 """
@@ -34,7 +35,7 @@ from gramian.parallel.sharded_columns import ShardedColumns
 
 @dataclass
 class EKFACUse:
-    """One call of a layer with a weight in one pass: the inputs and output gradients of its tokens."""
+    """One call of a layer that uses the block's weight: the inputs and output gradients of its tokens."""
 
     inputs_BT: Tensor
     """Inputs a [B, T, in]; for an embedding table the indices [B, T]."""
@@ -71,11 +72,14 @@ class EKFACSamples:
     passes: dict[int, list[EKFACUse]] = field(default_factory=dict)
     """{pass number: calls of layers with this weight, all by the samples of that pass}."""
     weights: dict[int, Tensor] = field(default_factory=dict)
-    """{pass number: weight of each sample [B]} where some are neither 0 nor 1."""
+    """{pass number: weight of each sample [B]}, the largest of its tokens; only for passes with weights other than 0 and 1."""
     softmax: list[SoftmaxTokens] = field(default_factory=list)
 
     def add(self, number: int, use: EKFACUse, weights_BT: Tensor | None, borrowed: bool) -> None:
-        """Add one call `use` to pass `number`; memory that is `borrowed` (reused after the call) is copied at once."""
+        """Add one layer call `use` to pass `number`, with token weights; None: all are 1.
+
+        Memory that is `borrowed` (reused after the call) is copied at once.
+        """
         if borrowed:
             use.own({})
         self.passes.setdefault(number, []).append(use)
@@ -98,8 +102,8 @@ def correct(
 ) -> None:
     """Measure EK-FAC's eigenvalues S of every Kronecker block of a refresh, from {block: its stored tokens}. Collective.
 
-    They are set on the new blocks `fresh`, averaged with those of the blocks `before`. An error on one process is raised on
-    all.
+    They are set on the new blocks `fresh`, averaged with those of the old blocks `before`; `factorisations` shares the
+    eigendecompositions among processes. An error on one process is raised on all as a GramianError.
     """
     blocks = {name: block for name, block in fresh.items() if block.A is not None}
     exchange = factorisations.exchange
@@ -151,14 +155,17 @@ class EigenbasisSums:
         return EigenbasisSums(exchange.sum(self.squares_RS), exchange.sum(self.norm), self.G, self.A)
 
     def correction(self, terms: float) -> Correction:
-        """EK-FAC's eigenvalues (sum of squares / `terms`) with their basis, and the share of the trace outside the basis."""
+        """EK-FAC's eigenvalues (sums of squares / N = `terms`) with their bases, and the share of the trace outside of them."""
         inside, norm = float(self.squares_RS.double().sum()), float(self.norm)
         outside = max(0.0, 1.0 - inside / norm) if norm > 0 else 0.0
         return Correction(self.squares_RS / terms, self.G, self.A, outside)
 
 
 def _averaged(new: Correction, block: Block, old: Block | None, decay: float) -> Correction:
-    """The moving average of EK-FAC's eigenvalues over refreshes, with the old ones expressed in the new basis."""
+    """The moving average of EK-FAC's eigenvalues over refreshes, the old ones expressed in the new basis; `new` without old.
+
+    `decay` is β of the average; `block`, the new one, has the number of refreshes in it.
+    """
     k = block.facts.refreshes
     if old is None or old.correction is None or k <= 1:
         return new
@@ -170,9 +177,9 @@ def _averaged(new: Correction, block: Block, old: Block | None, decay: float) ->
 def _measured(
     block: Block, bases: tuple[Basis, Basis], samples: EKFACSamples, exchange: Exchange | None
 ) -> tuple[EigenbasisSums, str]:
-    """This process's `EigenbasisSums` of a block, and the text of an error, after which they lack a part, or "".
+    """This process's `EigenbasisSums` of a block in `bases` (G, A), and the text of an error on this process, "" if none.
 
-    Collective where a side's rows are sharded.
+    After an error the sums are incomplete. Collective where a side's rows are sharded.
     """
     (G, A), spec, dtype = bases, block.spec, _dtype(block)
     zero = torch.zeros(G.rank, A.rank, dtype=dtype, device=spec.device)
@@ -212,12 +219,15 @@ def _one_line(spec: Spec, error: Exception) -> str:
 
 
 class _Rows:
-    """Inputs and output gradients of all K tokens of a weight in one pass: Y_b = Σ_k out_bk in_bkᵀ for sample b."""
+    """Inputs and output gradients of all K tokens of a weight in one pass: sample b's gradient is Y_b = Σ_k out_bk in_bkᵀ."""
 
     def __init__(
         self, spec: Spec, uses: Sequence[EKFACUse], weights_B: Tensor | None, dtype: torch.dtype, table: bool
     ) -> None:
-        """Concatenate the tokens of the calls `uses`; `table`: the weight is only an embedding table, inputs stay indices."""
+        """Concatenate the tokens of the layer calls `uses`; `table`: the weight is only an embedding table, inputs are indices.
+
+        `weights_B`: weights of the samples; None: all are 1.
+        """
         self.batch = len(uses[0].gradients_BTO)
         self.weights_B, self.width = weights_B, spec.inputs
         inputs, outputs = [], []
@@ -267,7 +277,10 @@ class _Rows:
             sums.norm += (out[part] @ out[part].mT).mul_(into[part] @ into[part].mT).sum(dtype=torch.float64)
 
     def add_table(self, sums: EigenbasisSums, g_KR: Tensor) -> None:
-        """Add Σ_b (Q_GᵀY_bQ_A)⊙² and Σ_b ‖Y_b‖² to `sums` for an embedding, where tokens of one sample and row are joined."""
+        """Add Σ_b (Q_GᵀY_bQ_A)⊙² and Σ_b ‖Y_b‖² of an embedding table to `sums`, from output gradients g [B·K, r] in G's basis.
+
+        Tokens of a sample with the same index are added before anything is squared.
+        """
         tokens = self.inputs_BK.shape[1]
         sample_K = torch.arange(self.batch, device=g_KR.device).repeat_interleave(tokens)
         keys, place_K = (sample_K * self.width + self.inputs_BK.flatten()).unique(return_inverse=True)
@@ -281,7 +294,10 @@ class _Rows:
 
 
 def _add_softmax(sums: EigenbasisSums, head: SoftmaxTokens, a_TS: Tensor) -> None:
-    """Add Σ_t w_t (q_Gᵀ(diag p − p pᵀ)q_G)(q_Aᵀa)² and its trace Σ_t w_t (1 − ‖p‖²)‖a‖² to `sums`; `a_TS` are the q_Aᵀa."""
+    """Add Σ_t w_t (q_Gᵀ(diag p − p pᵀ)q_G)(q_Aᵀa)² and the trace Σ_t w_t (1 − ‖p‖²)‖a‖² of an exact head's tokens to `sums`.
+
+    p are probabilities, a inputs, q_G and q_A basis vectors; `a_TS` are the q_Aᵀa.
+    """
     p_TV, w_T = head.probabilities_TV.to(a_TS), head.weights_T.to(a_TS)
     q_VR = sums.G.combined(torch.eye(sums.G.rank, dtype=a_TS.dtype, device=a_TS.device))
     spread_TR = p_TV @ q_VR.square() - (p_TV @ q_VR).square()
@@ -299,7 +315,10 @@ def _with_one(inputs: Tensor, spec: Spec, dtype: torch.dtype) -> Tensor:
 def _in_basis(
     basis: Basis, pieces: Sequence[Tensor], width: int, dtype: torch.dtype, exchange: Exchange | None
 ) -> list[Tensor]:
-    """Rows [K, n] of several passes as coordinates in a basis, [K, r] each. Collective if the basis's rows are sharded."""
+    """Coordinates in a basis, [K, r] each, of the rows [K, n] of several passes. Collective if the basis's rows are sharded.
+
+    `width` n and `dtype` shape the empty input of a process without rows.
+    """
     sizes = [len(piece) for piece in pieces]
     columns = basis.columns
     if not isinstance(columns, ShardedColumns) or exchange is None:

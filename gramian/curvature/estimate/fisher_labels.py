@@ -1,6 +1,7 @@
 """Labels for the Fisher: the data's own (empirical) or drawn from the model (Monte Carlo), on a Hugging Face style batch.
 
-Legend: B samples, T tokens, V classes. A position is a place of the logits; in a causal model position t predicts token t+1.
+Legend: B samples, T tokens, V classes. A position is one prediction, a row of V logits; in a causal model position t predicts
+token t+1.
 """
 
 import inspect
@@ -26,14 +27,14 @@ from gramian.taps.roles import Withheld
 
 IGNORE = -100
 ROWS = 2**26
-"""Number of probabilities that are summed up at a time when labels are drawn."""
+"""Number of probabilities (tokens times classes) that are processed at a time when labels are drawn."""
 
 
 FISHER_TYPES = ("empirical", "mc", "true")
 
 
 def check_draws(fisher_type: Any, n_samples: Any, generator: Any) -> None:
-    """Raise a GramianError for the first of these arguments of `collect_kfac_factors` that has a value it cannot have."""
+    """Raise a GramianError for the first of these arguments of `collect_kfac_factors` whose value is not allowed."""
     if fisher_type not in FISHER_TYPES:
         names = ", ".join(f'"{name}"' for name in FISHER_TYPES)
         raise GramianError(f"fisher_type: expected one of {names}, got {fisher_type!r}")
@@ -67,19 +68,22 @@ class LabelledBatch:
     labels: Tensor | None
     """Labels as the user gives them, before any shift; None: the batch has none."""
     mask_BT: Tensor | None
-    """The batch's `attention_mask` [B, T], if it has one."""
+    """The batch's `attention_mask` [B, T]; None if it has none."""
     inputs: Tensor
     shifted: bool
     """True if position t predicts label t+1."""
 
     @property
     def unlabelled(self) -> bool:
-        """True if the batch has no labels and its inputs cannot serve as labels (they do where labels are shifted)."""
+        """True if the batch has no labels and its inputs do not serve as labels; they do if position t predicts token t+1."""
         return self.labels is None and not self.shifted
 
 
 def labels_of(root: nn.Module, batch: Any, fisher_type: str, shifted: bool | None) -> LabelledBatch:
-    """Read a batch as `LabelledBatch`; an error if "empirical" finds no labels in it, or if a capture of the model is open."""
+    """Read a batch as `LabelledBatch`; `shifted`: whether position t predicts label t+1, None: decided by the model's class.
+
+    A GramianError is raised if fisher_type "empirical" finds no labels in it, or if a capture of the model is open.
+    """
     found = read_batch(root, batch, shifted)
     if fisher_type == "empirical" and found.unlabelled:
         raise GramianError('labels: expected them in the batch for fisher_type="empirical"')
@@ -88,7 +92,11 @@ def labels_of(root: nn.Module, batch: Any, fisher_type: str, shifted: bool | Non
 
 
 def read_batch(model: nn.Module, batch: Any, shifted: bool | None) -> LabelledBatch:
-    """Read a mapping as Hugging Face models take it, or (inputs, labels); `shifted` None: decided by the model's class."""
+    """Read a mapping as Hugging Face models take it, or (inputs, labels), as `LabelledBatch`.
+
+    `shifted`: whether position t predicts label t+1; None: decided by the model's class. A GramianError is raised for an
+    encoder-decoder model, a batch of another form, or labels that are not integers.
+    """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise GramianError("model: is an encoder and a decoder; expected kfac.capture(...) around your own loss for it")
     if shifted is not None and not isinstance(shifted, bool):
@@ -126,7 +134,10 @@ def _is_causal(model: nn.Module) -> bool:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits [B, ..., V] in a model's output: its `.logits`, its first element, or itself. A DTensor is gathered."""
+    """The logits [B, ..., V] in a model's output: its `.logits`, its first element, or itself; otherwise a GramianError.
+
+    A DTensor is gathered.
+    """
     logits = getattr(output, "logits", output[0] if isinstance(output, tuple | list) else output)
     if not isinstance(logits, Tensor) or logits.dim() < 2 or not logits.is_floating_point():
         raise GramianError("model: returned no logits; expected a tensor [B, ..., V], alone, first, or as .logits")
@@ -149,7 +160,11 @@ class Positions:
 
 
 def positions(batch: LabelledBatch, shape: torch.Size | None) -> Positions:
-    """Find the positions of a batch with a loss term, from labels and mask; without labels all of the logits' `shape`."""
+    """Find the positions of a batch with a loss term: those whose label is not -100 and whose mask is not 0.
+
+    If the batch has no labels, the inputs are the labels under a causal shift; otherwise all positions of `shape` count, the
+    logits' shape without classes (None is allowed if there are labels). A causal shift of labels [B] is a GramianError.
+    """
     labels, mask, device = batch.labels, batch.mask_BT, batch.inputs.device
     if labels is None and batch.shifted:
         labels = batch.inputs if mask is None else batch.inputs.masked_fill(mask == 0, IGNORE)
@@ -170,7 +185,10 @@ def positions(batch: LabelledBatch, shape: torch.Size | None) -> Positions:
 
 
 def token_weights(batch: LabelledBatch, found: Positions) -> Tensor | None:
-    """Weights [B, T] or [B, 1] of layers' tokens: 1 with a loss term; where a sample has one term, its mask. None: all 1."""
+    """Weights of the tokens that layers see, [B, T] or [B, 1]: 1 for positions with a loss term, else 0; None: all 1.
+
+    If a sample has one label for all its tokens, a token's weight is that of the sample times its `attention_mask`.
+    """
     if found.counted.dim() >= 2:
         return found.counted.flatten(1).double()
     weights = None if batch.mask_BT is None or batch.mask_BT.dim() != 2 else batch.mask_BT.double()
@@ -181,7 +199,10 @@ def token_weights(batch: LabelledBatch, found: Positions) -> Tensor | None:
 
 
 def draw_labels(logits: Tensor, seed: int, samples_B: Tensor, draw: int) -> Tensor:
-    """Draw one label per position from softmax(logits) [..., V], keyed by (seed, sample, position, draw): [...]."""
+    """Draw one label per position from softmax(logits) [..., V]: [...].
+
+    The randomness of a label depends on (`seed`, id of its sample in `samples_B`, position, number of the `draw`) only.
+    """
     classes = logits.shape[-1]
     rows = logits.detach().reshape(-1, classes)
     per_sample = rows.shape[0] // max(len(samples_B), 1)
@@ -223,7 +244,9 @@ def run_pass(
 ) -> None:
     """Run a forward, and a backward of the summed cross entropy of the batch's labels (`draw` None) or of drawn ones.
 
-    `found` are the positions with a loss term; (`seed`, `samples`, `draw`) key the drawn labels.
+    `found` are the positions with a loss term; drawn labels depend on `seed`, the ids `samples` [B] and the number `draw`. A
+    GramianError is raised if labels and logits differ in shape or classes. `cap`, if given, is the open capture: it tells how
+    many classes the head has, so that a tensor-parallel head which returns only some of them is an error too.
     """
     logits = logits_of(root(*batch.args, **batch.kwargs))
     if logits.shape[:-1] != found.counted.shape:
@@ -248,9 +271,9 @@ def run_passes(
 ) -> None:
     """Run one captured pass over a batch with its own labels (`draws` None), or one for every draw of labels.
 
-    `capture` opens a capture for positions and token weights; `sample_ids` [B] key the draws and subsets; None: ids
-    that count the samples over all processes (`global_ids`).
-    The model is left as it was.
+    `capture` opens a capture for positions and token weights. Draws and token subsets depend on `seed` and `sample_ids` [B];
+    None: ids that count the samples over all processes (`global_ids`). The model's gradients, buffers and random state are
+    restored. A GramianError is raised if a parameter gets a gradient other than through its own module.
     """
     with ExitStack() as around:
         around.enter_context(preserve_state(root))

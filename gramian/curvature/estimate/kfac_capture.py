@@ -1,7 +1,7 @@
 """A refresh on the user's own passes: one backward or several, each with its own loss terms and token weights.
 
 `KFACCapture` is the context that `kfac.capture(...)` returns on a step that refreshes. Its two statistics (Kronecker sums
-over layers, exact sums over the remaining parameters) observe every backward inside the `with` block; leaving the block makes
+of layers, exact sums of the remaining parameters) observe every backward inside the `with` block; leaving the block makes
 factors.
 """
 
@@ -70,7 +70,10 @@ class KFACCapture(Capture):
         estimate: str,
         exchange: Exchange | None,
     ) -> None:
-        """Set up both statistics; the model is not touched before the `with` block. `finish` makes factors from the sums."""
+        """Set up both statistics; the model is not touched before the `with` block.
+
+        `finish` is called at its end and makes factors from the sums. `estimate` is "empirical" or "mc", for the record.
+        """
         super().__init__(
             model,
             kronecker,
@@ -85,7 +88,7 @@ class KFACCapture(Capture):
         self.exchange = exchange
         """Collectives among the processes that share the refresh; None: this process alone."""
         self.sample_sharding = sample_sharding(model, exchange)
-        """How samples are numbered over the processes that share the refresh; None: this process has all samples."""
+        """(rank, size) by which samples are numbered over the processes that share the refresh; None: one process has all."""
         self.draw = 0
         """Number of the draw of labels that the next pass uses."""
         self.no_backward = ""
@@ -113,7 +116,11 @@ class KFACCapture(Capture):
     def next(
         self, *, num_terms: float | None = None, token_weights: Tensor | None = None, sample_ids: Tensor | None = None
     ) -> None:
-        """Announce the next backward: its number of loss terms, its token weights [B, T], the ids of its samples [B]."""
+        """Announce the next backward: its number of loss terms, its token weights [B, T], the global ids of its samples [B].
+
+        None for num_terms: the sum of token_weights, which must then be given (else a GramianError); None for token_weights:
+        found from the output gradients; None for sample_ids: samples are numbered over processes (`global_ids`).
+        """
         check_terms(num_terms, token_weights)
         self._next = (num_terms, token_weights, sample_ids)
         self._announcements += 1
@@ -134,7 +141,7 @@ class KFACCapture(Capture):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop observing the model and, if no error occurred, make new factors from the sums. Collective in a group."""
+        """Stop observing the model and, if no error occurred, make new factors from the sums. Collective."""
         try:
             self._leave(kind, error, trace)
         finally:
@@ -161,7 +168,10 @@ class KFACCapture(Capture):
         fail_refresh(self._curvature, self.exchange, reason, detail)
 
     def pass_info(self, number: int, batch: int) -> PassInfo:
-        """Describe a forward of `batch` samples: their ids, token weights, and 1 / the coefficient of one term in the loss."""
+        """Describe forward `number` of `batch` samples: their ids, token weights, and 1 / the coefficient of one loss term.
+
+        A GramianError is raised if `next` was not called after the last backward, or for token weights of a wrong shape.
+        """
         if self._next is None:
             raise GramianError(ONE_BACKWARD)
         terms, weights, ids = self._next
@@ -198,7 +208,10 @@ class KFACCapture(Capture):
         )
 
     def end_of_pass(self, info: PassInfo) -> None:
-        """Count the loss terms of a backward that ended, once if it went through several forwards."""
+        """Count the loss terms of a backward that ended: once, even if it went through several forwards.
+
+        A GramianError is raised for a second backward without `next` before it.
+        """
         super().end_of_pass(info)
         assert isinstance(info, RefreshPass)
         backward = torch._C._current_graph_task_id()
@@ -217,7 +230,7 @@ class KFACCapture(Capture):
         return self._hub.output_layer
 
     def collected(self) -> tuple[Any, Any]:
-        """Sums of the K-FAC blocks and of the remaining parameters, {block: sums} each; both empty if they cannot be used."""
+        """({K-FAC block: its sums}, {other parameter: its sum}); both empty if a backward failed half-way."""
         return ({}, {}) if self.problem else (self._sums_of(self.kronecker), self._sums_of(self.remainder))
 
 
@@ -239,7 +252,10 @@ class IdleCapture:
 
 
 def sample_sharding(model: nn.Module, exchange: Exchange | None) -> SampleAssignment | None:
-    """How processes number their samples: each its own, or as a tensor-parallel group; None: one process has all samples."""
+    """(rank, size) by which this process numbers its samples; a tensor-parallel group counts as one; None: one process has all.
+
+    A GramianError is raised for a tensor-parallel model that is compiled, or whose processes do not join their sums.
+    """
     tensor_parallel = TensorParallel.of(unwrap(model))
     if tensor_parallel is not None and any(is_compiled(module) for module in model.modules()):
         raise GramianError("model: is tensor parallel and compiled, which K-FAC cannot see into; expected eager mode")
@@ -256,8 +272,9 @@ def sample_sharding(model: nn.Module, exchange: Exchange | None) -> SampleAssign
 def global_ids(given: Any, first: int, batch: int, sharding: SampleAssignment | Exchange | None) -> Tensor:
     """Ids [B] of a batch's samples among those of all processes: `given` by the user, or numbered.
 
-    Where the user gives none, the i-th sample of process r of W is sample i·W + r, as a `DistributedSampler` numbers them, so
-    that one process which sees all samples in order has the same ids. `first` samples came before this batch.
+    If `given` is None, the i-th sample of process r of W (`sharding`; None: one process) is sample i·W + r, as a
+    `DistributedSampler` numbers them; one process that sees all samples in order has the same ids. `first` is the number of
+    samples on this process before this batch. A GramianError is raised if `given` are not integers [B].
     """
     if given is None:
         local_B = torch.arange(first, first + batch)
@@ -269,7 +286,7 @@ def global_ids(given: Any, first: int, batch: int, sharding: SampleAssignment | 
 
 
 def check_terms(num_terms: Any, token_weights: Any) -> None:
-    """Raise a GramianError unless the number of loss terms of a backward is given, directly or by token weights [B, T]."""
+    """Raise a GramianError unless `num_terms`, a number of 0 or more, or a tensor of token weights [B, T] is given."""
     if token_weights is not None and not isinstance(token_weights, Tensor):
         raise GramianError(f"token_weights: expected a tensor of shape [B, T], got {type(token_weights).__name__}")
     if num_terms is None:

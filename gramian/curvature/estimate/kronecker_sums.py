@@ -2,8 +2,8 @@
 
 Legend: B samples, T tokens, I = m inputs, O outputs, V classes, N loss terms, w token weights.
 
-A = Σ w a aᵀ / Σ w and G = (1/N) Σ g gᵀ / w over tokens, where g is the gradient of one loss term as if it stood alone with
-weight 1. A token weight is the weight of its term in the loss: weight 2 is the same as having the sample twice.
+A = Σ w a aᵀ / Σ w and G = (1/N) Σ g gᵀ / w over tokens with inputs a and output gradients g of the weighted sum of all loss
+terms. A token weight is the weight of its term in that sum: weight 2 is the same as having the sample twice.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,7 +46,7 @@ class BlockSums:
     """All tokens of all samples, stored for EK-FAC only."""
 
     def moments(self) -> list[TokenMoment]:
-        """Those of the sums of inputs, gradients, probabilities and table gradients that have data."""
+        """The sums of inputs, gradients, probabilities and table gradients, as a list without those that are None."""
         found = (self.inputs, self.gradients, self.probabilities, self.table_gradients)
         return [moment for moment in found if moment is not None]
 
@@ -66,11 +66,11 @@ class KroneckerSums(SumsOfOneCapture):
     find_head: Callable[[], str | None] | None = None
     """Returns the name of the head; called once, in the first backward, if it was not known before."""
     check_softmax: bool = True
-    """True while the loss at an exact head is still to be checked."""
+    """True while it is still to be checked that the loss at an exact head is softmax cross entropy."""
     check_coefficient: bool = True
-    """True while the coefficient of a loss term is still to be checked."""
+    """True while it is still to be checked that loss terms have the coefficient that the capture's arguments give."""
     coefficient: float | None = None
-    """Coefficient of one loss term divided by the stated one, if the head's gradients show that they differ."""
+    """Measured coefficient of one loss term divided by that of the capture's arguments; None: equal or not measured."""
     needs: Needs = "layer"
     per_sample: bool = False
     selection: TokenSelection = field(init=False)
@@ -90,7 +90,7 @@ class KroneckerSums(SumsOfOneCapture):
         return {name: BlockSums() for name in kronecker}
 
     def update(self, sums: dict[str, BlockSums], record: LayerRecord) -> None:
-        """Add the tokens of one call of one layer to the sums of its block."""
+        """Add the tokens of one layer call (`record`) to the sums of its block; calls outside K-FAC blocks are ignored."""
         spec = self._by_layer.get(record.layer)
         if spec is None or spec.parameters[0] not in record.gradients:
             return
@@ -137,7 +137,7 @@ class KroneckerSums(SumsOfOneCapture):
         block.gradients.add(gradients, Products())
 
     def count(self, sums: dict[str, BlockSums], samples: int) -> None:
-        """End a pass: copy the rows that are stored, so that nothing refers to the tensors of the pass."""
+        """End a pass: copy the stored rows that are memory of the pass, and clear its caches; `samples` is not used."""
         copies: dict[tuple[int, ...], Tensor] = {}
         for block in sums.values():
             for moment in block.moments():
@@ -148,7 +148,7 @@ class KroneckerSums(SumsOfOneCapture):
         self._last_rows.clear()
 
     def _rows(self, chosen: ChosenTokens, inputs_BT: Tensor, borrowed: bool) -> Tokens:
-        """The chosen rows of an input [B, T, in]; the very same tensors if the last layer had the same input."""
+        """The chosen rows of an input [B, T, in]; the same tensor objects as for the last layer if that had the same input."""
         if borrowed or chosen.index is None:
             return chosen.tokens(inputs_BT, borrowed)
         key = (inputs_BT.data_ptr(), inputs_BT.shape, inputs_BT.stride(), inputs_BT.dtype, id(chosen))
@@ -159,7 +159,7 @@ class KroneckerSums(SumsOfOneCapture):
     def _add_table(
         self, block: BlockSums, spec: Spec, sides: Sides, info: RefreshPass, record: LayerRecord, keep: StoragePolicy
     ) -> None:
-        """Add the lookups of an embedding table to a block's sums: inputs are one-hot, so A is a count per row."""
+        """Add the lookups of an embedding table to a block's sums; inputs are one-hot, so A is diagonal: a count per row."""
         tied = spec.layout != "table"
         rows, width = (spec.outputs, spec.inputs) if tied else (spec.inputs, spec.outputs)
         chosen = self.selection.choose(sides, info, record.layer, StoragePolicy(rows_up_to=0))
@@ -180,7 +180,8 @@ class KroneckerSums(SumsOfOneCapture):
     ) -> None:
         """Add the exact Fisher of a softmax head to a block's sums: Σ w (diag p − p pᵀ), p from its recomputed outputs.
 
-        Labels of different tokens are drawn apart, so the Fisher of a sample's summed gradient is this sum too.
+        Labels of different tokens are independent, so the Fisher of a sample's summed gradient is this sum too. A GramianError
+        is raised if the head is not a linear layer, or if the loss is not the cross entropy of its outputs.
         """
         if sides.outputs is None:
             raise GramianError(
@@ -201,7 +202,7 @@ class KroneckerSums(SumsOfOneCapture):
     def _softmax(
         self, sides: Sides, info: RefreshPass, record: LayerRecord, keep: StoragePolicy
     ) -> tuple[Tensor, Tokens, Tensor, Tensor, ChosenTokens]:
-        """Inputs, gradients, probabilities and weights of the tokens chosen at an exact head, and the choice."""
+        """(inputs [T, I], gradients, probabilities [T, V], weights [T], choice) of the tokens chosen at an exact head."""
         assert sides.outputs is not None
         chosen = self.selection.choose(sides, info, record.layer, keep)
         gradients = chosen.tokens(sides.gradients_BTO, record.borrowed, info.scale, inverse=True)
@@ -211,6 +212,6 @@ class KroneckerSums(SumsOfOneCapture):
         return rows_TI, gradients, p_TV, weights.to(p_TV), chosen
 
     def _check_coefficient(self, p_TV: Tensor, gradients: Tokens) -> None:
-        """Compare, once, the head's gradients with those of a cross entropy with the stated coefficient; set `coefficient`."""
+        """Compare, once, the head's gradients with those of cross entropy with the capture's coefficient; set `coefficient`."""
         self.check_coefficient = False
         self.coefficient = stated_coefficient_error(p_TV, gradients)

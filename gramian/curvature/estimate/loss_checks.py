@@ -1,11 +1,11 @@
 """Checks, at a softmax head, that the loss is the one that the arguments of a capture describe.
 
-Legend: T tokens, V classes, p [T, V] probabilities of the head's outputs, g [T, V] their gradients divided by the stated
-coefficient of a loss term.
+Legend: T tokens, V classes, p [T, V] softmax of the head's outputs, g [T, V] gradients of these outputs divided by the
+coefficient of a loss term that the arguments `loss_reduction` and `num_terms` give (the stated coefficient).
 
-A cross entropy of the head's outputs with the coefficient c has the output gradient g = c (p − q), q the target's distribution.
-Captures divide by the coefficient that `loss_reduction` and `num_terms` state, so c = 1 is right; `(loss / accum).backward()`
-under "mean" leaves c = 1/accum, and every G would be 1/accum² of what it is.
+Cross entropy of the head's outputs has g = c (p − q), q the target's distribution and c the true coefficient divided by the
+stated one, so c = 1 is right. `(loss / accum).backward()` under "mean" has c = 1/accum, and every G would be too small by
+a factor of accum².
 """
 
 import torch
@@ -17,19 +17,19 @@ from gramian.linalg.wide import pieces, wide
 from gramian.parallel.tensor_parallel import TensorParallel
 
 MOST_TOKENS = 64
-"""Number of tokens from which the coefficient of a loss term is measured."""
+"""Largest number of tokens from which the coefficient of a loss term is measured."""
 DIFFERS = 0.02
-"""A measured coefficient within this distance of 1 counts as right."""
+"""A measured coefficient c (true coefficient of a loss term / that of the arguments) this close to 1 counts as right."""
 AGREES = 0.05
-"""Largest relative difference of the coefficients of single tokens from their median."""
+"""Largest relative difference between the coefficient measured on one token and the median of all tokens."""
 UNIFORM = 1e-3
-"""Predicted probabilities beside the label that differ by less than this, relatively, count as uniform."""
+"""Probabilities of the classes other than the label that differ by less than this, relatively, count as uniform."""
 
 
 def stated_coefficient_error(p_TV: Tensor, gradients: Tokens) -> float | None:
-    """The factor c by which the loss's coefficient differs from the stated one, from the first tokens; None: 1 or unknown.
+    """Coefficient of a loss term, divided by that of the capture's arguments, from `MOST_TOKENS` tokens; None: 1 or unknown.
 
-    `p_TV` are the head's probabilities, `gradients` its output gradients, still to be scaled and weighted.
+    `p_TV` are the head's probabilities of these tokens, `gradients` its output gradients with weights and scale to multiply in.
     """
     g_TV = wide(gradients.rows_TN[:MOST_TOKENS]) * gradients.scale
     if gradients.weights_T is not None:
@@ -38,13 +38,14 @@ def stated_coefficient_error(p_TV: Tensor, gradients: Tokens) -> float | None:
 
 
 def seen_coefficient(p_TV: Tensor, g_TV: Tensor) -> float | None:
-    """c ≠ 1 if the gradient of every token is c (p − e_y), p its probabilities, y its label; None if c is 1 or unknown.
+    """c if the gradient of every token is c (p − e_y), p its probabilities, y its label, and c ≠ 1; None if c is 1 or unknown.
 
-    c_t = −g_y/(1 − p_y), y the only negative entry. Soft targets q (label smoothing, a teacher) give g = p − q, for which c_t
-    p − g = c_t p − (p − q) vanishes beside the label only if q is proportional to p there: over all tokens it may be a
-    quarter of what uniform smoothing of that size would leave, |1 − c_t| · ‖p − mean p‖ over the classes beside y. Where p is
-    uniform (two classes, a head of zeros) both are 0 for hard and for soft targets, so the answer is None. Cost: passes over
-    T·V.
+    e_y is the one-hot label. For token t, y is the smallest entry of its gradient g in `g_TV`, and c_t = −g_y/(1 − p_y); the
+    median is returned if all c_t agree. Soft targets q (label smoothing, a teacher) have g = p − q, and c_t ≠ 1 too. To tell
+    them apart, c_t p − g is computed at the classes other than y: it is 0 for hard targets, and for soft ones only if q is
+    proportional to p there. Its norm over all tokens must be below a quarter of what uniform smoothing would leave: the norm of
+    |1 − c_t| · ‖p − mean p‖ over these classes. If p is uniform there (two classes, a head of zeros), both are 0 for hard and
+    soft targets, and the result is None, as it is for fewer than two different labels. Cost: a few passes over T·V entries.
     """
     y_T1 = g_TV.argmin(1, keepdim=True)
     left_T = 1 - p_TV.gather(1, y_T1)[:, 0]
@@ -64,10 +65,10 @@ def seen_coefficient(p_TV: Tensor, g_TV: Tensor) -> float | None:
 
 
 def check_softmax(layer: str, p_TV: Tensor, gradients: Tokens, tensor_parallel: TensorParallel | None) -> bool:
-    """Check that the loss is the cross entropy of the logits with probabilities `p_TV`; True if a token could be checked.
+    """Check that the loss is the cross entropy of the logits with probabilities `p_TV`; True if some token has a gradient.
 
-    If it is not, or num_terms or loss_reduction is wrong, a GramianError is raised, on all processes that see the same
-    samples (collective).
+    If it is not, or num_terms or loss_reduction is wrong, a GramianError that names `layer` is raised: on all processes of
+    `tensor_parallel`, which see the same samples (collective); None: on this one.
     """
     if tensor_parallel is None:
         return _check_softmax(layer, p_TV, gradients)
@@ -84,7 +85,10 @@ def check_softmax(layer: str, p_TV: Tensor, gradients: Tokens, tensor_parallel: 
 
 
 def _check_softmax(layer: str, p_TV: Tensor, gradients: Tokens) -> bool:
-    """Check that p − g, probabilities minus logit gradients, is a distribution for all tokens, a chunk of tokens at a time."""
+    """Raise a GramianError unless p − g (probabilities minus logit gradients) is a distribution for each token with a gradient.
+
+    Returns True if there is such a token; tokens are checked a chunk at a time.
+    """
     g_TV, seen = gradients.rows_TN, False
     slack = {torch.float64: 1e-6, torch.float32: 1e-3}.get(g_TV.dtype, 5e-2)
     for piece in pieces(*g_TV.shape):

@@ -1,6 +1,6 @@
 """Open a refresh: on the user's own passes (`capture`), or on passes over a batch (`collect`).
 
-Both count one step. Arguments that are refused do not count as a step, unless other processes count it.
+Both count one step. A call with wrong arguments does not count, unless several processes share the step: the others count it.
 """
 
 import weakref
@@ -27,7 +27,7 @@ from gramian.parallel.exchange import Exchange
 def capture(
     state: CurvatureState, model: nn.Module, loss: LossArguments, head: str | None, force: bool
 ) -> KFACCapture | IdleCapture:
-    """The context of one step on the user's passes: a `KFACCapture`, or an `IdleCapture` if the step does not refresh."""
+    """The context for the user's passes in one step: a `KFACCapture`, or an `IdleCapture` if the step does not refresh."""
     with _step(state, model, force) as (due, exchange):
         loss.check()
         exact_head, seed = state.options.kfac_true_fisher_head, state.seeds[0]
@@ -38,7 +38,10 @@ def capture(
 def collect(
     state: CurvatureState, model: nn.Module, batch: Any, labels: LabelArguments, head: str | None, force: bool
 ) -> None:
-    """Count one step and, if it is due, refresh the factors on passes over `batch`, with its own labels or drawn ones."""
+    """Count one step and, if a refresh is due, make new factors from passes over `batch`, with its own labels or drawn ones.
+
+    An error on this process is also raised on the other processes that share the refresh.
+    """
     root = module_of(model)
     with _step(state, model, force) as (due, exchange):
         fisher_labels.check_draws(labels.fisher_type, labels.n_samples, labels.generator)
@@ -67,7 +70,10 @@ def collect(
 
 @contextmanager
 def _step(state: CurvatureState, model: nn.Module, force: bool) -> Iterator[tuple[bool, Exchange | None]]:
-    """Count one step: yield whether it refreshes, and with which processes. A GramianError inside the block rejects it."""
+    """Count one step and yield (whether it refreshes, `Exchange` of the processes that share it; None: this process alone).
+
+    A GramianError inside the `with` block rejects the step.
+    """
     state.refuse_nested()
     exchange = refresh_schedule.model_exchange(state, model)
     due = refresh_schedule.begin_step(state, force, exchange)
@@ -88,7 +94,10 @@ def _open(
     estimate: str,
     seed: int,
 ) -> KFACCapture:
-    """A `KFACCapture` of a model, after checks that the model fits the factors and that head and memory budget are possible."""
+    """A `KFACCapture` of a model; a GramianError if it does not fit the factors, or head or memory budget are impossible.
+
+    `exact_head`: use the exact Fisher of the head's softmax; `estimate`: "empirical" or "mc"; `seed`: that of token subsets.
+    """
     root = module_of(model)
     if state.model is not None and state.model is not root and state.blocks:
         raise GramianError("model: the factors here are those of another model; expected one object for each model")

@@ -1,4 +1,4 @@
-"""One pass of a refresh as its statistics see it: which samples it has, how many loss terms, which draw of labels."""
+"""One forward and backward of a refresh as its statistics see it: samples, number of loss terms, draw of labels."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,20 +22,20 @@ class RefreshPass(PassInfo):
     draw: int = 0
     """Number of the draw of labels that this pass uses; 0 for the data's own labels."""
     announcement: int = 0
-    """Number of the `cap.next(...)` that stated num_terms: several forwards of one backward share it."""
+    """Number of the `cap.next(...)` call that gave num_terms; equal for several forwards of one backward."""
     whole_batch: int = 0
     """Number of samples behind `num_terms`: this process's and those of the other processes of a tensor-parallel group."""
     tensor_parallel: TensorParallel | None = None
-    """The tensor-parallel processes that see the same samples, of which each takes its share; None: there are none."""
+    """The tensor-parallel processes that see the same samples and sum over a share of them each; None: there are none."""
 
     @property
     def rows(self) -> int:
-        """Number of samples of the batch, those that other tensor-parallel processes count included."""
+        """Number of samples in the batch; tensor-parallel processes each sum a share of them, all are counted."""
         return self.whole_batch
 
 
 class SumsOfOneCapture:
-    """Base of both statistics of a refresh; their sums are added over processes, but those of two captures cannot be merged."""
+    """Base of the two statistics of a refresh (K-FAC blocks, other parameters), whose sums are those of one capture only."""
 
     def merge(self, left: Any, right: Any) -> Any:
         """Raise a GramianError: K-FAC sums of several captures cannot be merged."""

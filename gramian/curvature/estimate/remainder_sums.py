@@ -25,7 +25,10 @@ class RemainderSums(SumsOfOneCapture):
         return {}
 
     def update(self, sums: dict[str, Tensor], record: ParameterRecord) -> None:
-        """Add the per-sample gradients of one parameter, all its uses by a sample joined, to its sum in `sums`."""
+        """Add Σ_i g_i g_iᵀ or Σ_i g_i² of one parameter to its entry in `sums`; g_i sums all uses by sample i.
+
+        If token weights are not all 0 or 1, g_i is divided by √w, w the largest of sample i: weight 2 counts as two samples.
+        """
         spec = self.specs.get(record.parameter)
         if spec is None or spec.kind == "kronecker":
             return

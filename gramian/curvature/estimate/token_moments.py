@@ -3,7 +3,8 @@
 Legend: T tokens, N width of a token, w_t weights.
 
 Storing the rows is exact and small while T < N (the factor is then of rank T); a matrix is exact and small from there on. A
-limit selects the `limit` tokens with the smallest keys: a random subset that does not depend on how the tokens arrive.
+limit selects the `limit` tokens with the smallest random keys (a key follows from seed, sample and position), so the subset
+does not depend on the order in which tokens arrive.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ class StoragePolicy:
     rows_up_to: int = 0
     """Largest number of tokens that are stored as rows of a low-rank factor; more are summed to a matrix."""
     limit: int | None = None
-    """Size of the keyed random subset of tokens that is stored as rows; None: all tokens."""
+    """Size of the random subset of tokens (those with the smallest keys) that is stored as rows; None: all tokens."""
     diagonal: bool = False
     """True if only the diagonal Σ w x² over tokens x with weights w is stored."""
     why: str = ""
@@ -33,7 +34,7 @@ class StoragePolicy:
 
 @dataclass
 class Tokens:
-    """Rows x_t of the inputs or of the output gradients of one layer call, chosen and weighted."""
+    """The rows x_t (inputs or output gradients of one layer call) of the tokens that enter a sum, with weights and keys."""
 
     rows_TN: Tensor
     weights_T: Tensor | None
@@ -50,7 +51,7 @@ class Tokens:
 
 
 class Products:
-    """The last product Σ w x xᵀ: layers that share their input (q, k, v) share it and every sum it enters."""
+    """A cache of the last product Σ w x xᵀ and the last sum, so that layers with the same input (q, k, v) share both."""
 
     def __init__(self) -> None:
         """Begin without a stored product."""
@@ -80,12 +81,12 @@ class Products:
         self._parts, self._product, self._sum = (), None, None
 
     def _same(self, parts: Sequence[Tokens]) -> bool:
-        """True if `parts` are the rows of the last call, which are still referenced, so that an address identifies them."""
+        """True if `parts` are the rows of the last call; these are still referenced, so equal addresses mean equal rows."""
         return len(parts) == len(self._parts) and all(map(same_tokens, self._parts, parts))
 
 
 def same_tokens(left: Tokens, right: Tokens) -> bool:
-    """True if two sets of tokens are the same memory with the same weights; a scale is not compared, since inputs have none."""
+    """True if two sets of tokens are the same memory with the same weights; scales are not compared, since inputs have none."""
     a, b = left.rows_TN, right.rows_TN
     same = a is b or (
         a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
@@ -94,7 +95,7 @@ def same_tokens(left: Tokens, right: Tokens) -> bool:
 
 
 def _squared(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """Σ w x xᵀ [N, N] and Σ w x [N] over the rows x of `tokens`, times their scale."""
+    """Σ w x xᵀ [N, N] and Σ w x [N] over the rows of `tokens`, x a row times the tokens' scale."""
     product, first = wide_moments(tokens.rows_TN, tokens.weights_T)
     scale = tokens.scale
     if isinstance(scale, float) and scale == 1.0:
@@ -125,7 +126,10 @@ class TokenMoment:
         return self.seen if summed else sum(len(chunk.rows_TN) for chunk in self.chunks)
 
     def add(self, tokens: Tokens, products: Products) -> None:
-        """Add tokens to the sum: as rows, to the matrix or to the diagonal, as the storage policy says."""
+        """Add tokens to the sum: as rows, to the matrix or to the diagonal, as the storage policy says.
+
+        `products` is the cache through which layers with the same input share a product.
+        """
         self.seen += tokens.seen
         weight = float(len(tokens.rows_TN)) if tokens.weights_T is None else tokens.weights_T.double().sum()
         self.weight = self.weight + weight
@@ -149,7 +153,10 @@ class TokenMoment:
         self.chunks.append(tokens)
 
     def own(self, copies: dict[tuple[int, ...], Tensor]) -> None:
-        """Copy rows that are the user's memory (an input, a gradient given to `backward`), which may change after a pass."""
+        """Copy rows that are the user's memory (an input, a gradient given to `backward`), which may change after a pass.
+
+        `copies` collects {(address, shape, strides): copy}, so that layers with the same input share a copy.
+        """
         for chunk in self.chunks:
             if not chunk.owned:
                 chunk.rows_TN, chunk.owned = shared_copy(chunk.rows_TN, copies), True
@@ -193,7 +200,7 @@ class TokenMoment:
         return WeightedColumns(self.chunks, bias)
 
     def row_matrix(self, bias: bool) -> tuple[Tensor, float]:
-        """Rows √w_t [x_t, 1] (the 1 with a bias only), [T, n], and the factor that they are still to be multiplied by."""
+        """Rows √w_t [x_t, 1] (the 1 with a bias only) of the stored tokens, [T, n], and a factor still to be multiplied in."""
         columns = self.columns(bias)
         assert columns.factor == 1.0 or not bias  # inputs, which alone have a bias, come unscaled
         if columns.plain and len(self.chunks) == 1 and not bias:
@@ -227,17 +234,17 @@ class TokenMoment:
 class WeightedColumns(MatrixSource):
     """The matrix U [n, T] with columns √w_t [x_t, 1] (the 1 with a bias only), formed from stored tokens a chunk at a time.
 
-    U is still to be multiplied by `factor`: the scale of all tokens where it is one known number.
+    U is still to be multiplied by `factor`: the scale of the tokens if it is the same float for all, else 1.
     """
 
     def __init__(self, chunks: Sequence[Tokens], bias: bool) -> None:
-        """Take at least one chunk of tokens of one width, without copying; `bias`: every token has a last entry of 1."""
+        """Use `chunks` of tokens (at least one, all of one width) without copying; `bias`: append the 1 to each token."""
         self._chunks, self._bias = chunks, bias
         first = chunks[0].scale
         alike = isinstance(first, float) and all(isinstance(c.scale, float) and c.scale == first for c in chunks)
         self.factor = float(first) if alike else 1.0
         self.plain = alike and all(chunk.weights_T is None for chunk in chunks)
-        """True if columns are the tokens unchanged: no weights, and one known scale for all."""
+        """True if columns are the tokens unchanged: no weights, and one scale (a float) for all."""
         rows = [chunk.rows_TN for chunk in chunks]
         self.shape = (rows[0].shape[1] + bias, sum(len(part) for part in rows))
         self.dtype = rows[0].dtype if self.plain and len({part.dtype for part in rows}) == 1 else wide_dtype(*rows)
@@ -287,7 +294,11 @@ def shared_copy(t: Tensor, copies: dict[tuple[int, ...], Tensor]) -> Tensor:
 
 
 def smallest(keys_T: Tensor, limit: int) -> Tensor:
-    """The largest of the `limit` smallest keys; tokens that share a key (a module called twice) are kept or not together."""
+    """The largest key to keep so that at most `limit` tokens stay.
+
+    Tokens with equal keys (a module called twice) are kept or dropped together. If more than `limit` tokens have the smallest
+    key, all of these stay.
+    """
     ascending = keys_T.sort().values
     bound = ascending[limit - 1]
     below = ascending[ascending < bound]
@@ -315,7 +326,7 @@ def _augmented(matrix: Tensor, first_N: Tensor, weight: float) -> Tensor:
 
 
 def _weighted_squares(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """Σ w x² [N] and Σ w x [N] over the rows x of `tokens`, times their scale."""
+    """Σ w x² [N] and Σ w x [N] over the rows of `tokens`, x a row times the tokens' scale."""
     rows = wide(tokens.rows_TN)
     weighted = rows if tokens.weights_T is None else rows * tokens.weights_T[:, None].to(rows)
     return (rows * weighted).sum(0) * tokens.scale**2, weighted.sum(0) * tokens.scale

@@ -1,11 +1,11 @@
-"""Which tokens of a pass take part in the sums of a layer, and with which weights.
+"""Choose the tokens of a pass that enter the sums of a layer, and their weights.
 
 Legend: B samples, T tokens, w token weights.
 
 Weights come from the user (`token_weights`), else from the backward itself: a token without a loss term (`ignore_index`)
 sends no gradient back through the last layers, so the head's gradients show which tokens have a term. Tokens of weight 0 are
-left out. With `max_tokens`, the tokens with the smallest random keys stay; a key depends on seed, sample, position and draw
-alone, so the subset does not depend on how samples are split over passes and processes.
+left out. With `max_tokens`, the tokens with the smallest random keys are kept; a key depends only on seed, sample, position
+and draw of labels, so the subset does not depend on how samples are split over passes and processes.
 """
 
 from dataclasses import dataclass, field
@@ -35,7 +35,10 @@ class ChosenTokens:
     """Number of tokens before a subset was taken."""
 
     def tokens(self, x_BTN: Tensor, borrowed: bool, scale: float | Tensor = 1.0, inverse: bool = False) -> Tokens:
-        """The chosen rows of `x_BTN`, inputs or gradients, with their weights w, or 1/w if `inverse`."""
+        """The chosen rows of `x_BTN` (inputs or output gradients) as `Tokens` with their weights w, or 1/w if `inverse`.
+
+        `scale`: a factor still to be multiplied in; `borrowed`: the memory of `x_BTN` is valid during this call only.
+        """
         rows, owned = x_BTN.reshape(-1, x_BTN.shape[-1]), self.index is not None
         if self.index is not None:
             rows, borrowed = rows[self.index], False
@@ -50,13 +53,13 @@ class TokenSelection:
     seed: int
     """Seed of the random keys by which a subset of tokens is chosen."""
     forwards: dict[int, int] = field(default_factory=dict)
-    """{number of the `cap.next(num_terms=...)`: forwards that its number of loss terms covers}."""
+    """{number of a `cap.next(num_terms=...)` call: number of forwards whose loss terms its num_terms counts together}."""
     padded: dict[str, tuple[int, float]] = field(default_factory=dict)
     """{layer: (tokens counted, loss terms)} for layers where tokens without a loss term could not be recognised."""
     _with_term: dict[int, Tensor | None] = field(default_factory=dict)
-    """{number of the pass: True for tokens with a loss term, [B, T], or None if all have one}, once it is known."""
+    """{number of the pass: mask [B, T], True for tokens with a loss term; None: all have one}; no entry while unknown."""
     _counted: dict[tuple[int, str], int] = field(default_factory=dict)
-    """{(number of the pass, layer): tokens so far}; a head may be called with a part of its tokens at a time."""
+    """{(number of the pass, layer): number of tokens so far}; a head may be called several times, with some tokens each."""
     _masks: list[Tensor] = field(default_factory=list)
     _chosen: dict[Any, ChosenTokens] = field(default_factory=dict)
 
@@ -66,11 +69,12 @@ class TokenSelection:
             memo.clear()
 
     def find_ignored(self, sides: Sides, info: RefreshPass) -> None:
-        """Find and remember the tokens of a pass without a loss term: those that send no gradient through the last layers.
+        """Find and store the tokens of a pass that have no loss term: those whose gradient is zero in the last layers.
 
-        The first layer of a backward, usually the head, decides if as many of its tokens send a gradient as there are terms,
-        or all of them do; otherwise the next layer is asked. Forwards that share a backward share its number of terms, so
-        there the two numbers cannot be compared.
+        Called for each layer in the order of the backward, until a mask is stored. The mask of a layer's tokens with a nonzero
+        gradient is stored if it has as many tokens as there are loss terms. All tokens count if they are as many as the terms,
+        or if all have a gradient and they are more than the terms. If several forwards share one backward and its number of
+        terms, the numbers cannot be compared, and the mask of the first layer, usually the head, is stored.
         """
         if info.token_weights is not None or info.number in self._with_term:
             return
@@ -90,7 +94,7 @@ class TokenSelection:
             self._with_term[info.number] = with_term_BT
 
     def note_padding(self, sides: Sides, info: RefreshPass, layer: str) -> None:
-        """Record in `padded` a layer that counts more tokens than loss terms, as it is not known which tokens have none."""
+        """Record in `padded` a layer with more tokens than loss terms if it is not known which tokens have no term."""
         batch, tokens = info.rows, sides.gradients_BTO.shape[1]
         counted = self._counted[info.number, layer] = self._counted.get((info.number, layer), 0) + batch * tokens
         if info.token_weights is not None or counted <= info.num_terms:
@@ -102,7 +106,11 @@ class TokenSelection:
             self.padded[layer] = (counted, info.num_terms)
 
     def choose(self, sides: Sides, info: RefreshPass, layer: str, keep: StoragePolicy) -> ChosenTokens:
-        """The tokens of a layer that enter its sums, limited by `keep`; once per pass for all layers with as many tokens."""
+        """The tokens of a layer that enter its sums, at most `keep.limit` of them.
+
+        Layers of a pass with equal token counts, padding and limit share the result. A GramianError is raised if the user's
+        token weights have another number of tokens than the layer.
+        """
         batch, tokens = sides.gradients_BTO.shape[:2]
         memo = (info.number, tokens, keep.limit, id(self._not_padding(sides, info)))
         if sides.counted_BT is None and memo in self._chosen:
@@ -143,7 +151,7 @@ class TokenSelection:
         return Sides(mean, (g_BTO * (w_BT1 > 0)).sum(1, keepdim=True))
 
     def _weights(self, sides: Sides, info: RefreshPass, layer: str) -> Tensor | None:
-        """Weights [B, T] of a layer's tokens; None: all count alike."""
+        """Weights [B, T] of a layer's tokens, from the user or from padding; None: all are 1. A wrong T is a GramianError."""
         batch, tokens = sides.gradients_BTO.shape[:2]
         weights = info.token_weights
         if weights is None:
@@ -164,9 +172,9 @@ class TokenSelection:
         return weights
 
     def _not_padding(self, sides: Sides, info: RefreshPass) -> Tensor | None:
-        """[B, T], 0 for padding: tokens without a loss term that send no gradient through this layer either.
+        """[B, T], 0 for padding (tokens without a loss term whose gradient is zero in this layer too), else 1.
 
-        None: all count, or nothing is known. Layers that agree get the very same tensor.
+        None: all tokens count, or it is not known which do. Layers with equal masks get the same tensor object.
         """
         with_term_BT, tokens = self._with_term.get(info.number), sides.gradients_BTO.shape[1]
         if info.token_weights is not None or with_term_BT is None:

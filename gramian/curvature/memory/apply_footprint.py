@@ -7,7 +7,7 @@ from gramian.linalg.wide import piece_entries
 
 
 def apply_bytes(form: BlockForm, A: FactorShape | None, G: FactorShape) -> int:
-    """Bytes while a block multiplies Y [o, m]: Y and its images, products with columns, and the inverse of a small system."""
+    """Bytes while a block with these factors multiplies Y [o, m]: Y, its products, and the inverse of the factorised matrix."""
     o, m = form.outputs, form.inputs if form.kind == "kronecker" else 1
     double = any(shape is not None and shape.is_mixed for shape in (A, G))
     e = DOUBLE if double else form.algebra
@@ -27,7 +27,7 @@ def apply_bytes(form: BlockForm, A: FactorShape | None, G: FactorShape) -> int:
 
 
 def _one_side(form: BlockForm, shape: FactorShape, width: int, e: int, image: int) -> int:
-    """Bytes while one factor multiplies `width` columns in numbers of `e` bytes; `image`: bytes of the result."""
+    """Bytes while one factor multiplies a matrix of `width` columns in numbers of `e` bytes; `image`: bytes of the result."""
     each = width if form.decomposed else piece_entries(width, shape.side) // shape.side  # columns at a time
     result = image if each < width else 0
     inverse = 0 if form.decomposed else e * shape.small * (2 if 2 * each >= shape.columns else 1)  # or a solve's copy
@@ -40,7 +40,7 @@ def _one_side(form: BlockForm, shape: FactorShape, width: int, e: int, image: in
 def _jointly(form: BlockForm, A: FactorShape, G: FactorShape, image: int) -> int:
     """Bytes of a product under joint damping, in the eigenbases of both sides; `image`: bytes of one matrix like Y.
 
-    A G without eigenvectors takes conjugate gradients: nine vectors for each eigenvector of A.
+    A G without eigenvectors (diagonal ± low rank) needs conjugate gradients: nine vectors for each eigenvector of A.
     """
     if G.is_mixed:
         return 9 * DOUBLE * G.side * min(A.columns, A.side) + 4 * DOUBLE * form.outputs * form.inputs

@@ -1,14 +1,14 @@
 """Bytes of one block of the Fisher at each stage of a refresh, from shapes alone.
 
-`outline` takes the form of a block, the storage policies of its tokens and how many there are, and returns its factors with
-their bytes; `bound` returns the most bytes over any number of tokens. Stages: tokens are collected (`side_footprint`),
-factors are built, stored and factorised (`factor_shape`), and applied (`apply_footprint`).
+`outline` computes, from the form of a block, the storage policies of its tokens and their number, the shapes of its factors
+and their bytes; `bound` the maximum of the bytes over any number of tokens. Stages: tokens are collected (`side_footprint`),
+factors are built, stored and factorised (`factor_shape`), and multiplied with vectors (`apply_footprint`).
 
-Small systems count as float64. Whether float32 is exact enough depends on the condition number, which shapes do not show, so
-the factorisation bytes of factors that are not stored in float64 are an upper bound.
+The matrices that are factorised count as float64. Whether float32 is exact enough depends on the condition number, which
+shapes do not show, so the factorisation bytes of factors that are not stored in float64 are an upper bound.
 
-EK-FAC keeps every token of both sides to the end of a refresh (a·T·(o + m) bytes), finds its eigenvectors then, and stores
-r·s eigenvalues of its own.
+EK-FAC stores every token of both sides to the end of a refresh (a·T·(o + m) bytes for T tokens in numbers of a bytes), then
+finds the r and s eigenvectors of G and A, and stores r·s eigenvalues of its own.
 """
 
 from collections.abc import Sequence
@@ -50,15 +50,15 @@ class Footprint:
     build: int = 0
     """Bytes on top of `collect`, for one block at a time, while tokens are added or a factor is built."""
     joined: int = 0
-    """Bytes on top of `collect` and `build` until the last factor is built: products of inputs with their bias."""
+    """Bytes on top of `collect` and `build` until the last factor is built: dense sums of inputs with the bias appended."""
     rest_A: int = 0
-    """Bytes of the stored factor of the inputs."""
+    """Bytes of the stored factor A; 0 if another block stores it."""
     rest_G: int = 0
-    """Bytes of the stored factor of the outputs."""
+    """Bytes of the stored factor G."""
     settled_A: int = 0
-    """Bytes of the stored factor of the inputs once averages over refreshes have reached their full rank."""
+    """Bytes of the stored factor A once its average over refreshes has reached its full rank."""
     settled_G: int = 0
-    """Bytes of the stored factor of the outputs once averages over refreshes have reached their full rank."""
+    """Bytes of the stored factor G once its average over refreshes has reached its full rank."""
     use_A: FactorisationBytes = FactorisationBytes()
     use_G: FactorisationBytes = FactorisationBytes()
     apply: int = 0
@@ -66,7 +66,7 @@ class Footprint:
     visiting: int = 0
     """Bytes on the layer's GPU while Gram matrices are formed of factors that are stored on the CPU."""
     fetched: int = 0
-    """Bytes on the layer's GPU, on top of `apply` or `visiting`, of the parts in flight of factors stored on the CPU."""
+    """Bytes on the layer's GPU, on top of `apply` or `visiting`, of the chunks in transfer of factors stored on the CPU."""
     correcting: int = 0
     """Bytes on top of tokens, factors and eigenvectors, for one block at a time, while EK-FAC measures its eigenvalues."""
 
@@ -77,7 +77,7 @@ class Footprint:
 
     @property
     def works(self) -> tuple[int, int]:
-        """Bytes of workspace of the factorisation of A and of that of G."""
+        """(bytes of workspace while A is factorised or its norm is bounded, the same for G)."""
         return max(self.use_A.bounding, self.use_A.working), max(self.use_G.bounding, self.use_G.working)
 
     @classmethod
@@ -101,7 +101,7 @@ class Outline:
 
 @lru_cache(maxsize=4096)
 def outline(form: BlockForm, keeps: SidePolicies, counts: BlockTokens) -> Outline:
-    """The factors of a block and their bytes, for given storage policies and numbers of tokens."""
+    """The shapes of a block's factors and their bytes, for given storage policies and numbers of tokens."""
     if form.kind != "kronecker":
         return _not_kronecker(form)
     keep_A, keep_G, keep_table = keeps
@@ -134,7 +134,7 @@ def outline(form: BlockForm, keeps: SidePolicies, counts: BlockTokens) -> Outlin
 
 
 def bound(form: BlockForm, keeps: SidePolicies) -> Footprint:
-    """The most bytes of a block over any number of tokens, stage by stage."""
+    """The maximum, over any number of tokens, of the bytes of a block at each stage."""
     counts = {MANY}
     for keep in keeps:
         counts |= {share * count for count in (keep.rows_up_to, keep.limit) if count for share in {1, form.processes}}
@@ -193,7 +193,10 @@ def _footprint(
 
 
 def _averages(form: BlockForm, shape: FactorShape, keep: StoragePolicy) -> list[FactorShape]:
-    """The shapes to which an average of a factor over refreshes grows: the most columns first, then, if allowed, dense."""
+    """The shapes to which the average of a factor over refreshes grows: with its largest number of columns, then dense.
+
+    Dense only if the side is narrow enough and memory_budget sets no limit (`keep`); empty without averaging.
+    """
     if shape.kind == "diagonal" or not form.averaged:
         return []
     matrix = dense(shape.side, shape.storage, summed=True)
@@ -214,7 +217,7 @@ def _averaging(form: BlockForm, grown: FactorShape) -> int:
 
 
 def _adding(form: BlockForm, shape: FactorShape) -> int:
-    """Bytes on top of the sum of two matrices: one of them written out, and a chunk while its rounding error is measured."""
+    """Bytes on top of the dense sum of two matrices: one of them as dense matrix, and a chunk to measure its rounding error."""
     if shape.kind != "dense":
         return 0
     return max(form.wide, shape.storage.itemsize) * shape.small + DOUBLE * piece_entries(shape.side, shape.side)
@@ -224,7 +227,10 @@ def _adding(form: BlockForm, shape: FactorShape) -> int:
 
 
 def _ekfac_tokens(form: BlockForm, counts: BlockTokens) -> int:
-    """Bytes of the tokens that EK-FAC stores until it measures eigenvalues; an input that layers share is stored once."""
+    """Bytes of the tokens that EK-FAC stores until it measures eigenvalues; an input that layers share counts once.
+
+    0 without EK-FAC, or if the number of tokens is not known.
+    """
     if not form.corrected or counts.unlimited:
         return 0  # unknown for any number of tokens
     met, looked_up = form.local(counts.outputs), form.local(counts.table)
@@ -237,7 +243,10 @@ def _ekfac_tokens(form: BlockForm, counts: BlockTokens) -> int:
 
 
 def _with_correction(form: BlockForm, found: Outline, counts: BlockTokens) -> Outline:
-    """The outline `found` plus EK-FAC's stored eigenvalues and the bytes while they are measured."""
+    """The outline `found` plus EK-FAC's stored eigenvalues and the bytes while they are measured.
+
+    Unchanged if a side is too wide for eigenvectors.
+    """
     A, G, one = found.A, found.G, found.footprint
     assert A is not None
     if any(shape.is_mixed and shape.side > WIDEST_DENSE for shape in (A, G)):

@@ -1,4 +1,4 @@
-"""Everything that the bytes of a block depend on beside its tokens: widths, dtypes, and the options that change its factors."""
+"""All that the bytes of a block depend on except its tokens: widths, dtypes, and the options that change its factors."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,13 +18,14 @@ class BlockTokens(NamedTuple):
     inputs: int
     """Number of tokens that A is summed over."""
     outputs: int
-    """Number of tokens that G is summed over: as for A, or more for an exact head whose inputs are means over samples."""
+    """Number of tokens that G is summed over: as for A, or more for an exact head whose inputs are averaged per sample."""
     table: int
     """Number of tokens that look the weight up in a table."""
     calls: int = 1
-    """Number of uses of the weight per sample: a subset keeps or drops all tokens of one position together."""
+    """Number of calls with the weight in a forward; a subset keeps or drops the tokens of one position in all calls together.
+    """
     lookups: int = 1
-    """Number of table lookups of the weight per sample."""
+    """Number of calls in a forward that look rows of the weight up in a table."""
 
     @property
     def unlimited(self) -> bool:
@@ -37,7 +38,7 @@ ANY_TOKENS = BlockTokens(MANY, MANY, MANY)
 
 @dataclass(frozen=True)
 class BlockForm:
-    """What the bytes of a block depend on beside its tokens: widths, dtypes and options. Equal forms take equal bytes."""
+    """All that the bytes of a block depend on except its tokens: widths, dtypes and options. Equal forms take equal bytes."""
 
     kind: str
     """`Spec.kind` of the block: "kronecker", "block" or "diagonal"."""
@@ -47,11 +48,11 @@ class BlockForm:
     """o, the width of the factor G."""
     bias: bool
     linear: bool
-    """True if a layer multiplies by the weight."""
+    """True if some layer multiplies its inputs by the weight."""
     table: bool
-    """True if a layer looks rows of the weight up by index."""
+    """True if some layer looks rows of the weight up by index (an embedding)."""
     transposed: bool
-    """True if the rows of the table are outputs, as of a table tied to a head."""
+    """True if the rows of the table are the outputs of the block, as for an embedding table tied to a head."""
     exact: bool
     """True if G is the exact Fisher of a softmax head."""
     shared: bool
@@ -65,15 +66,15 @@ class BlockForm:
     algebra: int
     """Bytes of a number in the small matrices that are factorised."""
     averaged: int
-    """Most columns of a low-rank average over refreshes; 0: no average."""
+    """Largest number of columns of a low-rank average over refreshes; 0: factors are not averaged."""
     decomposed: bool
-    """True if factors are applied by eigenvectors rather than by Cholesky factors."""
+    """True if powers of factors are computed from eigenvectors rather than from Cholesky factors."""
     processes: int = 1
     """Number of processes that share the tokens."""
     reduction: str = ""
-    """How processes join their rows: "gram", "gather" or "dense"."""
+    """How processes join their low-rank sides: "gram", "gather" or "dense" (see `kfac_distributed_reduce`); "": one process."""
     corrected: bool = False
-    """True if EK-FAC measures its own eigenvalues."""
+    """True if the option `ekfac` is on: eigenvalues are measured from per-sample gradients."""
 
     @classmethod
     def of(
@@ -89,7 +90,8 @@ class BlockForm:
     ) -> "BlockForm":
         """The form of a block under the options. `activation`: dtype under autocast; None: that of the parameters.
 
-        `exact`: G is the exact softmax Fisher; `shared`: another block stores its A; `powers`: eigenvectors will be needed.
+        `exact`: G is the exact softmax Fisher; `shared`: another block stores its A; `powers`: exponents other than -1 will be
+        used, which need eigenvectors; `algebra`: dtype of the matrices that are factorised.
         """
         activation = spec.dtype if activation is None or spec.dtype == torch.float64 else activation
         wide = 8 if activation == torch.float64 else 4

@@ -28,13 +28,15 @@ class CurvatureRow:
     tokens: int | None
     """Number of tokens T of the refresh; None: any number."""
     A: str
-    """Representation of the inputs' factor, such as "dense"; "" where the block has one side."""
+    """Representation of the factor A, such as "dense", or "shared"; "" for a block that is not a Kronecker product."""
     G: str
-    """Representation of the outputs' factor, such as "low rank 512"."""
+    """Representation of the factor G, such as "low rank 512"."""
     why: str
     bytes: Mapping[str, Mapping[str, int]]
-    """{stage: {device: bytes}}: "collect" of stored tokens, "build" on top while factors are built, "rest" of stored factors,
-    "use" on top while they are factorised, "apply" on top while a vector is multiplied.
+    """{stage: {device type: bytes}}.
+
+    "collect": stored tokens; "build": on top, while factors are built; "rest": stored factors; "use": on top, while they are
+    factorised; "apply": on top, while a vector is multiplied.
     """
 
     @property
@@ -43,7 +45,7 @@ class CurvatureRow:
         return f"{self.A} ⊗ {self.G}" if self.A else self.G
 
     def cells(self, device: str = "") -> tuple[str, ...]:
-        """The texts of this block's line in the plan's table; byte amounts name their device unless it is `device`."""
+        """The cells of this block's line in the plan's table; byte amounts name their device unless it is `device`."""
         tokens = "any" if self.tokens is None else f"{self.tokens:,}"
         amounts = []
         for stage in STAGES:
@@ -91,6 +93,10 @@ class CurvaturePlan:
         return str(self._table(self.rows))
 
     def grouped(self) -> str:
+        """The plan as the text of a table with one line for all equal blocks."""
+        return str(self.grouped_table())
+
+    def grouped_table(self) -> PlanTable:
         """The plan as a table with one line for all equal blocks."""
         alike: dict[str, list[CurvatureRow]] = {}
         for row in self.rows:
@@ -98,7 +104,7 @@ class CurvaturePlan:
         firsts = []
         for first, *more in alike.values():
             firsts.append(replace(first, layer=f"{first.layer} and {len(more):,} alike") if more else first)
-        return str(self._table(firsts))
+        return self._table(firsts)
 
     def _table(self, rows: Sequence[CurvatureRow]) -> PlanTable:
         lines = [row.cells(next(iter(self.totals))) for row in rows]
@@ -122,10 +128,10 @@ def plan_row(
     shared: str = "",
     on_cpu: bool = False,
 ) -> CurvatureRow:
-    """The row of a block in the plan: `counts` None is any number of tokens, `shared` names the block that stores its A.
+    """The row of a block in the plan; `counts`: its numbers of tokens, None: the maximum of bytes over any number.
 
-    The layer runs on the device type `home`, its A and G are stored on `stores`; `on_cpu`: eigenvectors are found on the
-    CPU.
+    The layer runs on the device type `home`, its A and G are stored on `stores`. `shared`: name of the block that stores its
+    A, "" if it is its own; `on_cpu`: eigenvectors are computed on the CPU.
     """
     found = outline(form, keeps, counts or ANY_TOKENS)
     single: dict[str, PlanTotal] = {}
@@ -141,7 +147,7 @@ def plan_row(
 
 
 def _why(spec: Spec, keeps: SidePolicies, found: Outline, shared: str, counts: BlockTokens, on_cpu: bool) -> str:
-    """A text that says why the block is not exact and complete: a subset of tokens, a shared A, a diagonal."""
+    """The text of the plan's column "why": a subset of tokens, a shared A, an exact head, or why there is no K-FAC."""
     if spec.kind != "kronecker":
         return spec.why or "no matrix between tokens"
     linear = len(spec.tables) < len(spec.layers)

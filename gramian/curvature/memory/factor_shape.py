@@ -1,6 +1,7 @@
 """Bytes of one factor (the A or G side of a block) from its shape: stored, while it is factorised, and while it is read.
 
-Legend: n side, r columns of a low-rank factor U [n, r], s bytes of a stored number, i bytes of a number in small systems.
+Legend: n width, r columns of a low-rank factor U [n, r], s bytes of a stored number, i bytes of a number in the matrix that is
+factorised ([n, n] of a dense factor, [r, r] of a low-rank one).
 
 | factor | stored | Cholesky | eigenvectors |
 |---|---|---|---|
@@ -28,10 +29,10 @@ FactorKind = Literal["dense", "low rank", "diagonal", "diagonal plus low rank", 
 
 
 class FactorisationBytes(NamedTuple):
-    """Bytes while a factor is first used: the norms of all factors of a model are bounded, then all are factorised."""
+    """Bytes while factors are first used, in two phases: the norm of each factor is bounded, then all are factorised."""
 
     gram: int = 0
-    """Bytes stored for each factor once its norm is bounded."""
+    """Bytes (of a Gram matrix) that stay stored for each factor once its norm is bounded."""
     bounding: int = 0
     """Bytes on top of `gram`, for one factor at a time, while its norm is bounded."""
     launched: int = 0
@@ -55,7 +56,7 @@ class FactorShape:
     side: int
     """n, the number of rows of the factor's matrix."""
     columns: int
-    """r, the number of columns of a low-rank factor U Uᵀ; the side for a dense or diagonal factor."""
+    """r, the number of columns U of a low-rank factor U Uᵀ; the number of rows for a dense or diagonal factor."""
     storage: torch.dtype
     extra: int = 0
     """Bytes that are stored beside the matrix: scales of its columns, and a diagonal of "diagonal ± low rank"."""
@@ -90,22 +91,22 @@ class FactorShape:
 
     @property
     def small(self) -> int:
-        """Number of entries of the matrix [r, r] that is factorised."""
+        """Number of entries of the matrix that is factorised: r² for r columns; n² for a dense factor."""
         return self.columns**2
 
     @property
     def fetched(self) -> int:
-        """Bytes on a GPU of the two chunks in flight of a low-rank factor's columns U that are stored in host memory."""
+        """Bytes on a GPU of the two chunks of columns U that are copied there at a time from host memory; 0 without U."""
         return 2 * self.storage.itemsize * self._piece if self.has_columns else 0
 
     @property
     def visiting(self) -> int:
-        """Bytes on a GPU while the Gram matrix UᵀU is formed from columns U in host memory: itself, and a weighted chunk."""
+        """Bytes on a GPU while UᵀU is formed from columns U in host memory: the matrix and two float64 chunks; 0 without U."""
         return DOUBLE * self.small + 2 * self.loaded(DOUBLE) if self.has_columns else 0
 
     @property
     def traced(self) -> int:
-        """Bytes of a chunk of a low-rank factor's columns U in float64, while the trace is summed."""
+        """Bytes of a chunk of a low-rank factor's columns U in float64, while the trace is summed; 0 without U."""
         return self.loaded(DOUBLE) if self.has_columns else 0
 
     @property
@@ -119,7 +120,7 @@ class FactorShape:
         return itemsize * self._piece
 
     def solving(self, itemsize: int) -> FactorisationBytes:
-        """Bytes of the factor's Cholesky factorisation, with small systems in numbers of `itemsize` bytes."""
+        """Bytes of the factor's Cholesky factorisation, in numbers of `itemsize` bytes; diagonal ± low rank in float64."""
         matrix, gram = itemsize * self.small, DOUBLE * self.small
         if self.kind == "diagonal":
             return FactorisationBytes()
@@ -135,7 +136,7 @@ class FactorShape:
         return FactorisationBytes(gram, max(loaded, summed), 2 * matrix, gram - matrix, matrix)
 
     def decomposing(self, itemsize: int) -> FactorisationBytes:
-        """Bytes of the factor's eigendecomposition, in numbers of `itemsize` bytes."""
+        """Bytes of the factor's eigendecomposition, for a dense factor in numbers of `itemsize` bytes, else in float64."""
         if self.kind == "diagonal":
             return FactorisationBytes()
         if self.kind == "dense":
@@ -156,7 +157,7 @@ def dense(side: int, storage: torch.dtype, summed: bool = False) -> FactorShape:
 
 
 def low_rank(side: int, columns: int, storage: torch.dtype, processes: int = 1) -> FactorShape:
-    """The shape of a low-rank factor [side, columns] with one float64 scale per column, its rows shared by `processes`."""
+    """The shape of a low-rank factor [side, columns] with one float64 scale per column, its rows sharded over `processes`."""
     return FactorShape("low rank", side, columns, storage, 8 * columns, processes)
 
 
@@ -166,7 +167,7 @@ def diagonal(side: int, itemsize: int) -> FactorShape:
 
 
 def merged(left: FactorShape, right: FactorShape) -> FactorShape:
-    """The shape of the sum of two factors of one side."""
+    """The shape of the sum of two factors with the same number of rows."""
     if left.kind == right.kind == "diagonal":
         return left
     storage = (right if left.kind == "diagonal" else left).storage

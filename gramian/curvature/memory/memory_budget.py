@@ -1,15 +1,15 @@
-"""Decide which tokens every block stores, or whether it sums them, within the option `memory_budget`.
+"""Choose for every block whether it stores tokens (and how many), their sum or its diagonal, within the option `memory_budget`.
 
 `keeps_of` is used by a refresh and by its plan, so the two cannot differ. It depends on shapes and options only, not on data
-or free memory, so all processes decide alike, whatever tokens they have.
+or free memory, so all processes choose alike, whatever tokens they have.
 
 If a model could exceed the budget for some number of tokens, blocks are reduced in this order:
-1. low rank: sides that would be dense keep L tokens instead, which loses nothing while no more than L tokens come;
-2. fewer tokens: L is the largest number for which everything fits; of more tokens a keyed, rescaled subset of L is kept;
-3. diagonal: where not even `FEWEST` tokens fit, the largest block becomes its diagonal, then the next largest;
+1. low rank: sides (A or G) that would be dense store L tokens instead, which loses nothing up to L tokens;
+2. fewer tokens: L is the largest number for which everything fits; of more tokens a random, rescaled subset of L is stored;
+3. diagonal: if not even `FEWEST` tokens fit, the largest block becomes its diagonal, then the next largest;
 4. an error with the totals.
-L is one number for all blocks, so a budget that fits the plan for T tokens keeps T tokens. With low rank switched off, the
-step after dense is the diagonal.
+L is one number for all blocks, so a budget that fits the plan for T tokens stores T tokens. If low rank is switched off, a
+dense side is reduced to its diagonal at once.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,15 +31,16 @@ from gramian.plan.budget import Budget, largest_fitting, smallest_fitting
 
 DIAGONALS = SidePolicies(*[StoragePolicy(diagonal=True, why="memory_budget: its diagonal")] * 3)
 FEWEST = 32
-"""Smallest number of tokens of a subset; where not even these fit, a diagonal is used."""
+"""Smallest number of tokens of a subset; if not even these fit, blocks become diagonal."""
 
 
 def keeps_of(
     specs: Mapping[str, Spec], options: Options, head: str | None, exact_head: bool, device: str | None = None
 ) -> Keeps:
-    """{K-FAC block: storage policies of its tokens}, within the budget if there is one; an error if not even diagonals fit.
+    """{K-FAC block: storage policies of its tokens}, within the budget if there is one; a GramianError if diagonals do not fit.
 
-    `head` is the layer whose outputs are the logits, `device` the one the model will run on (None: its own).
+    `head` is the layer whose outputs are the logits (None: unknown), `exact_head` whether its G is the exact softmax Fisher,
+    `device` the device type that the model will run on (None: its own).
     """
     policy = {name: _policy(spec, options, head) for name, spec in specs.items() if spec.kind == "kronecker"}
     if options.budget is None:
@@ -54,7 +55,7 @@ def home_of(device: torch.device) -> str:
 
 
 def store_of(options: Options, home: str) -> str:
-    """The device type that stores the factors of a layer which runs on the device type `home`, by the option for it."""
+    """The device type that stores the factors of a layer that runs on `home`: `woodbury_store_device`, with "auto" `home`."""
     return home if options.woodbury_store_device == "auto" else options.woodbury_store_device
 
 
@@ -69,7 +70,7 @@ def _policy(spec: Spec, options: Options, head: str | None) -> SidePolicies:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Form, policies and devices that blocks with equal memory have in common."""
+    """All that the memory of a block depends on (form, policies, devices); blocks of equal `_Kind` take equal bytes."""
 
     form: BlockForm
     policy: SidePolicies
@@ -77,14 +78,14 @@ class _Kind:
     store: str
 
     def weight(self, keeps: SidePolicies) -> int:
-        """Bytes of a refresh of one block of this kind, by which blocks are compared."""
+        """Bytes of one block of this kind under the policies `keeps`, summed over stages, to compare the sizes of blocks."""
         one = bound(self.form, keeps)
         used = one.use_A.launched + one.use_G.launched
         return one.collect + one.rest + one.settled_A + one.settled_G + used
 
 
 class _BudgetSearch:
-    """The search for storage policies that fit the budget with any number of tokens; blocks of one kind are evaluated once."""
+    """The search for storage policies that fit the budget for any number of tokens; equal blocks are evaluated once."""
 
     def __init__(
         self, specs: Mapping[str, Spec], options: Options, exact: str | None, policy: Keeps, homes: Mapping[str, str]
@@ -97,7 +98,7 @@ class _BudgetSearch:
             self.kinds.setdefault(kind, []).append(name)
 
     def keeps(self) -> Keeps:
-        """{block: storage policies} of the least reduction that fits the budget."""
+        """{block: storage policies} of the least reduction that fits the budget; a GramianError if none does."""
         if self._fits(None, 0):
             return self.policy
         most = min(self.options.kfac_auto_t_max, self.options.max_tokens or MANY)
@@ -117,7 +118,10 @@ class _BudgetSearch:
         return {name: found[name] for name in self.policy}
 
     def _split(self, flat: int, tokens: int | None) -> Iterator[tuple[_Kind, list[str], int]]:
-        """(kind of Kronecker block, its blocks, how many of them are diagonal), the largest kind first."""
+        """(kind of Kronecker block, names of its blocks, how many of them are diagonal) if the `flat` largest blocks are.
+
+        The largest kind comes first; `tokens` None: no subset of tokens, kinds in the order of the model.
+        """
         kinds = [(kind, names) for kind, names in self.kinds.items() if names[0] in self.policy]
         if tokens is not None:
             kinds.sort(key=lambda pair: -pair[0].weight(self._limited(pair[0], FEWEST)))
@@ -127,7 +131,7 @@ class _BudgetSearch:
             yield kind, names, diagonals
 
     def _limited(self, kind: _Kind, tokens: int) -> SidePolicies:
-        """The policies of a kind with each side as without a budget or on a subset of `tokens` tokens: whichever takes less."""
+        """For each side of a kind the policy without a budget, or a subset of `tokens` tokens where that takes fewer bytes."""
         found = kind.policy
         subset = StoragePolicy(tokens, tokens, why=f"memory_budget: at most {tokens} tokens")
         for side, keep, width in zip(found._fields, found, kind.form.widths, strict=True):
@@ -139,7 +143,7 @@ class _BudgetSearch:
         return all(self.budget.fits(total.peak) for total in self._totals(tokens, flat).values())
 
     def _totals(self, tokens: int | None, flat: int) -> dict[str, PlanTotal]:
-        """{device: bytes of all blocks} with subsets of `tokens` (None: no reduction) and `flat` blocks as diagonals."""
+        """{device: bytes of all blocks} with subsets of `tokens` (None: no subsets) and the `flat` largest as diagonals."""
         totals: dict[str, PlanTotal] = {}
         counted = [(kind, kind.policy, len(names)) for kind, names in self.kinds.items() if names[0] not in self.policy]
         for kind, names, diagonals in self._split(flat, tokens):
@@ -152,7 +156,7 @@ class _BudgetSearch:
         return totals
 
     def _refusal(self, tokens: int, flat: int) -> GramianError:
-        """The error for a budget that cannot be met: one line with the least totals; the table is a note on it."""
+        """The error for a budget that cannot be met: one line with the smallest totals; the plan's table is added as a note."""
         totals = self._totals(tokens, flat)
         device, total = max(totals.items(), key=lambda pair: pair[1].peak)
         parts = ", ".join(f"{stage} {format_bytes(count)}" for stage, count in total.stages().items())

@@ -35,7 +35,8 @@ def plan_curvature(
 ) -> CurvaturePlan:
     """Plan the memory of K-FAC from shapes alone; `KFACNaturalGradient.plan` documents the arguments.
 
-    The model is unwrapped; a `head` of None is the last linear layer, and `exact_head` makes its Fisher exact.
+    `model` has no wrapper. `head` None: the last linear layer; `exact_head`: its G is the exact Fisher of the softmax. A
+    GramianError is raised if EK-FAC is on and neither tokens nor inputs are given.
     """
     check_count("world_size", world_size)
     if options.ekfac and tokens is None and inputs is None:
@@ -79,6 +80,6 @@ def plan_curvature(
 
 
 def _decomposes(found: Outline, free: int) -> bool:
-    """True if a GPU with `free` bytes has room for all eigendecompositions of a block."""
+    """True if a GPU with `free` bytes has room for each eigendecomposition of a block."""
     shapes = [shape for shape in (found.A, found.G) if shape is not None and shape.kind != "diagonal"]
     return all(fits(shape.columns, 8, free) for shape in shapes)

@@ -1,4 +1,4 @@
-"""Bytes of all blocks on one device at each stage of a refresh: sums, or the largest block where blocks take turns."""
+"""Bytes of all blocks on one device at each stage of a refresh: sums, or the maximum where blocks are processed in turn."""
 
 from dataclasses import dataclass, field
 
@@ -23,7 +23,7 @@ class PlanTotal:
     apply: int = 0
     correcting: int = 0
     leaving: int = 0
-    """Bytes of the factor that is being copied to another device while the next one is built."""
+    """Bytes of the largest factor that is still being copied to another device while the next one is built."""
     uses: list[tuple[FactorisationBytes, int]] = field(default_factory=list)
     """(factorisation bytes of a factor, number of equal factors), in the order of the blocks."""
 
@@ -34,7 +34,7 @@ class PlanTotal:
 
     @property
     def use(self) -> int:
-        """Peak of bytes while the norms of all factors are bounded, and then all are factorised without waiting in between."""
+        """Peak of bytes while the norms of all factors are bounded and then all factorisations are launched without waiting."""
         stored = peak = 0
         for use, count in self.uses:
             stored += count * use.gram
@@ -76,7 +76,10 @@ class PlanTotal:
 def add(
     totals: dict[str, PlanTotal], one: Footprint, home: str, stores: tuple[str, str], averaged: bool, count: int = 1
 ) -> None:
-    """Add the bytes of `count` equal blocks to {device: total}; layers run on `home`, A and G are stored on `stores`."""
+    """Add the bytes `one` of each of `count` equal blocks to `totals`, {device type: total}.
+
+    Layers run on the device type `home`, A and G are stored on `stores`; `averaged`: factors are averaged over refreshes.
+    """
     here = totals.setdefault(home, PlanTotal(averaged=averaged))
     sent = [rest for rest, store in zip((one.rest_A, one.rest_G), stores, strict=True) if store != home]
     here.collect += count * one.collect

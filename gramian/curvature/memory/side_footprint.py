@@ -1,6 +1,6 @@
-"""Bytes of one side of a block while tokens are collected and while its factor is built.
+"""Bytes of one side (A or G) of a block while tokens are collected and while its factor is built.
 
-Legend: n width of the side, k tokens that are kept, a and w bytes of a number in activations and in sums.
+Legend: n width of the side, k tokens that are stored, a and w bytes of a number in activations and in sums.
 
 | representation | collected | built, on top |
 |---|---|---|
@@ -39,9 +39,10 @@ def side_footprint(
     bias: bool = False,
     exact: bool = False,
 ) -> SideFootprint:
-    """Bytes of one side, Σ w x xᵀ over the tokens of all processes, or Σ w (diag p − p pᵀ) for an exact head.
+    """Bytes of one side, Σ w x xᵀ over the `tokens` of all processes; `exact`: Σ w (diag p − p pᵀ) of a softmax head.
 
-    A subset keeps all or none of the `together` tokens of a position; with a bias the last input is the constant 1.
+    `together`: number of tokens with the same random key (a module called several times), of which a subset stores all or
+    none; `bias`: the last of the `width` inputs is the constant 1.
     """
     local = form.local(tokens)
     kept, mine = (_kept(count, keep, together) for count in (tokens, local))
@@ -71,7 +72,10 @@ def side_footprint(
 def _softmax_rows(
     form: BlockForm, width: int, kept: int, mine: int, keys: int, summed: int, as_matrix: bool
 ) -> SideFootprint:
-    """The footprint of an exact head's G, for which the probabilities of tokens are stored."""
+    """Bytes of an exact head's G: the softmax outputs of `mine` tokens are stored on this process, of `kept` on all together.
+
+    `keys`: bytes of random keys; `summed`: bytes of a sum over processes; `as_matrix`: G is dense, else low rank.
+    """
     w, rows = form.wide, mine * width
     collect = w * mine * (width + 1) + keys
     seen = 2 * w * rows + 4 * w * piece_entries(mine, width)  # logits, or chosen rows; their check for finite numbers
@@ -86,28 +90,34 @@ def _softmax_rows(
 
 
 def _kept(tokens: int, keep: StoragePolicy, together: int) -> int:
-    """Number of tokens stored of `tokens`, where a subset keeps all or none of the `together` tokens of a position."""
+    """Number of tokens stored of `tokens`; a subset stores all or none of each `together` tokens with the same key."""
     if keep.limit is None or tokens <= keep.limit:
         return tokens
     return max(keep.limit - keep.limit % together, together)
 
 
 def _joined_representation(form: BlockForm, width: int, keep: StoragePolicy, kept: int) -> str:
-    """Whether a side is "dense", "low rank" or "diagonal" once all processes' tokens are joined."""
+    """The representation ("dense", "low rank" or "diagonal") of a side after the sums of all processes are joined."""
     kind = representation(keep, kept)
     as_matrix = form.processes > 1 and form.reduction == "dense" and width <= WIDEST_DENSE and not keep.why
     return "dense" if kind == "low rank" and as_matrix else kind
 
 
 def _in_transit(form: BlockForm, shape: FactorShape, mine: int, built: int, sent: int) -> int:
-    """Bytes of rows that processes exchange: as built, in the order they are sent, and as received; 0 for one process."""
+    """Bytes of rows that processes exchange: as built, as sent (reordered), and as received; 0 for one process.
+
+    `mine`: tokens of this process; `built` and `sent`: bytes of a number in rows as built and as sent.
+    """
     if form.processes == 1:
         return 0
     return mine * shape.side * (built + sent) + sent * shape.local_rows * shape.columns
 
 
 def _storing(form: BlockForm, side: int, columns: int, itemsize: int) -> int:
-    """Bytes of a chunk of columns while a matrix is rounded to its storage dtype and the error is measured in float64."""
+    """Bytes of a chunk while a matrix [side, columns] is rounded to its storage dtype and the error is measured in float64.
+
+    `itemsize`: bytes of a number in the matrix before.
+    """
     w = form.wide
     if form.storage in HALF:
         each = (itemsize if itemsize < w else 0) + 2 * w + (DOUBLE if w < DOUBLE else 0)

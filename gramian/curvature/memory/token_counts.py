@@ -1,7 +1,7 @@
-"""How many tokens each layer of a model sees, and which layers share their input.
+"""Count the tokens that each layer of a model sees, and find the layers that share their input.
 
-`token_source` takes a number of tokens for all layers, one for each layer, or the arguments of a forward, which then runs on
-the meta device. From it follow the tokens of every block, the blocks that share an A, and the output layer.
+`token_source` accepts a number of tokens for all layers, one for each layer, or the arguments of a forward, which then runs
+on the meta device. The result tells the tokens of every block, the blocks that share an A, and the output layer.
 """
 
 from collections.abc import Iterable, Mapping
@@ -54,15 +54,19 @@ class Trace:
 
 @dataclass(frozen=True)
 class TokenSource:
-    """Numbers of tokens of every layer: `given` by the user, or from the `trace` of a forward; both None: any number."""
+    """Numbers of tokens of every layer: `given` by the user, or from the `trace` of a forward; both None: not known."""
 
     given: int | Mapping[str, int] | None = None
     trace: Trace | None = None
 
     def of_block(self, spec: Spec, separate: int, reduced: bool, exact: bool) -> BlockTokens | None:
-        """Tokens of a block on one process: all, or 1/`separate` of them if processes exchange no sums; None: any number.
+        """Numbers of tokens behind the A, G and table sums of a block; None: not known. Zeros outside K-FAC.
 
-        `reduced`: one token per sample, if a trace tells how many samples; `exact`: G, of a softmax head, takes all even so.
+        Args:
+            spec: the block.
+            separate: number of processes that exchange no sums, so that each has 1/`separate` of the tokens; otherwise 1.
+            reduced: whether a sample's tokens are combined into one; needs a trace, which tells the number of samples.
+            exact: whether G is that of an exact softmax head, which uses all tokens even if `reduced`.
         """
         if spec.kind != "kronecker":
             return BlockTokens(0, 0, 0)
@@ -88,7 +92,7 @@ class TokenSource:
         return 1, self.given[layer] if isinstance(self.given, Mapping) else self.given
 
     def last_linear(self, specs: Mapping[str, Spec]) -> str | None:
-        """Name of the linear layer that was called last in the trace, or else comes last in the model."""
+        """Name of the linear layer that was called last in the trace, else of the last in the model; None: there is none."""
         linear = [
             layer
             for spec in specs.values()
@@ -101,7 +105,10 @@ class TokenSource:
         return linear[-1] if linear else None
 
     def shared_inputs(self, specs: Mapping[str, Spec], keeps: Keeps) -> dict[str, str]:
-        """{block: the earlier block whose A it uses}: both have the same inputs and token policy, and both a bias or none."""
+        """{block: the earlier block whose A it shares}: same input tensors, same token policy, both with or without a bias.
+
+        Empty without a trace.
+        """
         if self.trace is None:
             return {}
         first: dict[Any, str] = {}
@@ -116,7 +123,10 @@ class TokenSource:
 
 
 def token_source(model: nn.Module, specs: Mapping[str, Spec], tokens: Any, inputs: Any) -> TokenSource:
-    """The `TokenSource` of a plan, from `tokens` or from a traced forward on `inputs`; an error if both are given."""
+    """The `TokenSource` of a plan, from `tokens` or from a traced forward on `inputs`.
+
+    A GramianError is raised if both are given, for counts below 1, and if {layer: tokens} has other layers than the model.
+    """
     layers = [layer for spec in specs.values() if spec.kind == "kronecker" for layer in spec.layers]
     counts = list(tokens.values()) if isinstance(tokens, Mapping) else [] if tokens is None else [tokens]
     for count in counts:
@@ -136,7 +146,11 @@ def token_source(model: nn.Module, specs: Mapping[str, Spec], tokens: Any, input
 
 
 def trace(root: nn.Module, layers: Iterable[str], inputs: Any) -> Trace:
-    """Run a forward on the meta device and record the calls of `layers`; nothing is allocated."""
+    """Run a forward on the meta device and record the calls of `layers`; nothing is allocated.
+
+    `inputs`: keyword arguments as a mapping, positional ones as a tuple or list, or one argument. A GramianError is raised if
+    the model cannot run on the meta device.
+    """
     args, kwargs = _arguments(pytree.tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, inputs))
     found = Trace(samples=first_tensor(args, kwargs).shape[0])
     modules = dict(named_modules(root))

@@ -10,7 +10,7 @@ from gramian.linalg.spectra.operator import Operator, check_operator
 
 
 def to_curvlinops(operator: Operator) -> Any:
-    """Convert an operator to a `curvlinops` `PyTorchLinearOperator`.
+    """Convert an operator to a `curvlinops` `PyTorchLinearOperator`; a GramianError if curvlinops is not installed.
 
     If the operator acts on parameters, the result multiplies lists of tensors in their shapes as well as flat tensors.
     """
@@ -37,7 +37,7 @@ def to_curvlinops(operator: Operator) -> Any:
 
 
 def from_curvlinops(operator: Any) -> Operator:
-    """Convert a symmetric operator of curvlinops to an `Operator`."""
+    """Convert a symmetric operator of curvlinops to an `Operator`; a GramianError if it is not square."""
     rows, columns = operator.shape
     if rows != columns:
         raise GramianError(f"operator: has shape {[rows, columns]}; expected a square one")

@@ -1,4 +1,4 @@
-"""The empirical Fisher (gradients for the labels of the data) as an operator that stores no per-sample gradients."""
+"""The empirical Fisher (from gradients with the data's own labels) as an operator that stores no per-sample gradients."""
 
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -16,10 +16,11 @@ from gramian.linalg.wide import pieces
 class EmpiricalFisherOperator(JacobianOperator):
     """(1/N) Σ g gᵀ over the gradients g of tokens, or of sequences; N is the number of loss terms.
 
-    With r_t the gradient of token t's loss by its outputs f_t (softmax(f_t) − e_y; 2(f_t − y_t)) and J_t = ∂f_t/∂θ, a token's
-    gradient is g_t = J_tᵀ r_t, and a sequence's is g_i = Σ_t w_t g_t over its tokens with weights w_t. So g_tᵀ v = r_tᵀ (J
-    v)_t comes from one forward in forward mode, and Σ_t c_t g_t from one backward that starts at c_t r_t. The matrix is (1/N)
-    Σ_t w_t g_t g_tᵀ, or (1/N) Σ_i g_i g_iᵀ / max_t w_t: a sequence of weight 2 counts as two, as in K-FAC.
+    Let f_t be the outputs of token t, J_t = ∂f_t/∂θ, and r_t the gradient of its loss by f_t: softmax(f_t) − e_y for cross
+    entropy with label y, 2(f_t − y_t) for the squared error. A token's gradient is g_t = J_tᵀ r_t; that of a sequence i is
+    g_i = Σ_t w_t g_t over its tokens with weights w_t. The matrix is (1/N) Σ_t w_t g_t g_tᵀ, or (1/N) Σ_i g_i g_iᵀ / max_t w_t:
+    a sequence of weight 2 counts as two, as in K-FAC. A product with v needs g_tᵀ v = r_tᵀ (J v)_t, from one forward in forward
+    mode, and a sum Σ_t c_t g_t with coefficients c_t from these, by one backward that starts at c_t r_t.
 
     ```python
     fisher = EmpiricalFisherOperator(model, [(x, y)], per="token")
@@ -37,7 +38,10 @@ class EmpiricalFisherOperator(JacobianOperator):
         loss: LossName = "cross_entropy",
         causal_shift: bool | None = None,
     ) -> None:
-        """Read the batches, as `JacobianOperator` does; `per`: g is the gradient of a complete "sequence", or of a "token"."""
+        """Read the batches; `per`: g is the gradient of a complete "sequence" (one sample), or of a "token".
+
+        The other arguments are those of `JacobianOperator`.
+        """
         if per not in ("sequence", "token"):
             raise GramianError(f'per: got {per!r}; expected "sequence" or "token"')
         super().__init__(model, batches, parameters, loss=loss, causal_shift=causal_shift)

@@ -19,9 +19,9 @@ LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
 class HessianOperator(ModelOperator):
-    """The Hessian ∇²L by the parameters of L, the mean over all loss terms of all batches; indefinite.
+    """The Hessian ∇²L by the parameters, L the mean loss over all loss terms of all batches; in general indefinite.
 
-    A product with k columns costs, per batch, a forward, a backward that keeps its graph, and k backwards through both: about
+    A product with k columns costs, per batch, a forward, a backward whose graph is stored, and k backwards through both: about
     3 + 6k forwards in FLOPs, and the memory of two ordinary backwards.
 
     ```python
@@ -49,7 +49,8 @@ class HessianOperator(ModelOperator):
             batches: a list of batches, or a loader, which is read once.
             parameters: names, or a predicate of (name, parameter); None: all trainable parameters.
             loss_reduction: how a user's loss_fn reduces its terms: "mean", "sum", or the coefficient of one term.
-            num_terms: number of loss terms of every batch, for a user's loss_fn; optional for the mean loss of one batch.
+            num_terms: number of loss terms of every batch, for a user's loss_fn; None only for the mean loss of one batch, and
+                for a named loss.
             causal_shift: for a named loss, whether position t predicts label t+1; None: as Hugging Face does for this model.
         """
         super().__init__(model, parameters)

@@ -1,4 +1,4 @@
-"""Operators of the form Jᵀ C J: J is the Jacobian of the outputs, and C, the curvature of the loss by them, has a closed form.
+"""Operators of the form Jᵀ C J: J is the Jacobian of the outputs, C a curvature matrix of the loss by them in closed form.
 
 Legend: n parameters, R rows (positions of all samples), V outputs of a position, k columns.
 """
@@ -16,16 +16,16 @@ from gramian.curvature.operators.parameter_space import Selection
 
 
 class JacobianOperator(ModelOperator):
-    """M = (1/N) Σ_b J_bᵀ C_b J_b, positive semi-definite.
+    """Base of the operators M = (1/N) Σ_b J_bᵀ C_b J_b over batches b, positive semi-definite.
 
     J_b is the Jacobian of the outputs f of batch b by the parameters, C_b the curvature of the loss by the outputs, N the
     number of loss terms.
 
-    A product with k columns costs, per batch, k forwards in forward mode that keep no activations, one forward, and k
-    backwards: about 1 + 5k forwards in FLOPs. Of tensors as large as the outputs [R, V] four are alive at most: while torch
-    computes the last layer's derivative, f, both halves of J v and their sum; then two, f and J v, which becomes C J v in
-    place, a chunk of rows at a time; in the backward two. For k > 1 the one forward is stored, and with it one more. A model
-    without forward mode costs 1 + 8k forwards and the memory of two backwards instead (see `Linearised`).
+    A product with k columns costs, per batch, k forwards in forward-mode differentiation, which store no activations, one
+    forward, and k backwards: about 1 + 5k forwards in FLOPs. At most four tensors of the size of the outputs [R, V] exist at a
+    time: f, both halves of J v and their sum, while torch differentiates the last layer. After that there are two: f and J v,
+    which is overwritten by C J v a chunk of rows at a time. The backward has two as well; for k > 1 one more belongs to the
+    stored forward. A model without forward mode costs 1 + 8k forwards and the memory of two backwards (see `Linearised`).
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class JacobianOperator(ModelOperator):
 
     @abstractmethod
     def _curve(self, outputs_RV: Tensor, tangents_RV: Tensor, targets: Tensor, weights_R: Tensor, samples: int) -> None:
-        """Turn U = J v (`tangents_RV`: R rows, V outputs of each) in place into C U, C the curvature of the summed loss.
+        """Overwrite U = J v (`tangents_RV` [R, V]) by C U, C the curvature of the summed loss by the outputs.
 
-        Targets are classes [R] or numbers [R, V], weights 0 for rows without a loss term; R/B consecutive rows belong to each
-        of the B `samples`.
+        `targets` are classes [R] or numbers [R, V]; `weights_R` are 0 for rows (positions) without a loss term; R/B consecutive
+        rows belong to each of the B = `samples` samples.
         """
 
     def _add(self, batch: Terms, columns: list[Tensor], total_KN: Tensor) -> None:
@@ -74,7 +74,7 @@ class JacobianOperator(ModelOperator):
             self._forward_mode = model.forward_mode
 
     def _curved(self, model: Linearised, batch: Terms, column_N: Tensor) -> Tensor | None:
-        """C J v for v [n], J = ∂outputs/∂parameters, C the loss curvature, shaped like outputs; None if none depends on v."""
+        """C J v for v [n], shaped like the outputs: J = ∂outputs/∂parameters, C the loss curvature; None if J v is None."""
         outputs, tangents = model.push(column_N)
         if tangents is None:
             return None

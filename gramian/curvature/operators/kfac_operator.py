@@ -11,11 +11,11 @@ from gramian.linalg.spectra.operator import Operator, seen
 
 
 class KFACOperator(Operator):
-    """The K-FAC Fisher F as an operator, block by block: G V A on a layer's [weight | bias], exact or diagonal elsewhere.
+    """The K-FAC Fisher F as an operator, block by block: V → G V A for a layer's [weight | bias], exact or diagonal elsewhere.
 
-    It acts on the parameters that have factors, in the model's order, and uses the factors at the time of a product. A weight
-    without its bias has the sub-block of its layer. A product costs 2(o²m + om²) FLOPs per layer with sides o and m, and less
-    where a side is low rank. It is collective where processes shard the rows of factors.
+    It acts on the parameters that have factors, in the model's order, and uses the factors at the time of a product. If only
+    the weight of a layer is selected, it uses the part of the layer's block without the bias. A product costs 2(o²m + om²)
+    FLOPs for a layer with o outputs and m inputs, and less for low-rank factors. It is collective if factors are sharded.
 
     ```python
     operator = KFACOperator(kfac, damped=True)
@@ -27,7 +27,7 @@ class KFACOperator(Operator):
         """Choose the parameters with factors that the operator acts on.
 
         Args:
-            kfac: a K-FAC object with factors.
+            kfac: a K-FAC object with factors (without: a GramianError).
             damped: multiply by F + damping, clip included, in place of F.
             parameters: names (any name of a tied parameter), or a predicate of (name, tensor of its shape); None: all.
         """

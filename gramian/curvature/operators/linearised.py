@@ -21,15 +21,20 @@ from gramian.curvature.operators.side_effect_free import leaves, substituted, tw
 class Linearised:
     """The outputs f(θ) of a model on one batch, and products with J = ∂f/∂θ; a context that frees everything at its end.
 
-    J v is a forward in forward mode, about three times the FLOPs of a plain one, that stores no activations. Where a layer
-    has no forward mode (an autograd function without `jvp`, a custom kernel), J v is the derivative of Jᵀ u by u: two
-    backwards on one forward, whose graph is stored. The result is the same, and consistent with the layer's own backward.
+    J v is computed by a forward in forward-mode differentiation, about three times the FLOPs of a plain one, without storing
+    activations. If a layer has no forward mode (an autograd function without `jvp`, a custom kernel), J v is the derivative of
+    Jᵀ u by u: two backwards on one forward, whose graph is stored. The result is the same, and consistent with the layer's own
+    backward.
     """
 
     def __init__(
         self, root: nn.Module, question: LabelledBatch, space: ParameterSpace, forward_mode: bool = True
     ) -> None:
-        """Prepare new leaves for the parameters of `space`, for a model inside `side_effect_free`; nothing runs yet."""
+        """Prepare leaf tensors for the parameters of `space`; nothing runs yet.
+
+        `root` must be inside `side_effect_free`; `question` has the arguments of its forward; `forward_mode`: try forward-mode
+        differentiation first.
+        """
         self.forward_mode = forward_mode
         self._root, self._question, self._space = root, question, space
         self._theta = leaves(root, space)
@@ -50,7 +55,7 @@ class Linearised:
         self._outputs = self._backwards = None
 
     def push(self, vector_N: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Outputs f and J v = (∂f/∂θ) v for v [n], both [*positions, V]; J v is None if no output depends on v's parameters."""
+        """(outputs f, J v = (∂f/∂θ) v) for v [n], both [*positions, V]; J v is None if no output depends on the parameters."""
         if self.forward_mode:
             try:
                 return self._push_forward(vector_N)
@@ -59,7 +64,10 @@ class Linearised:
         return self._push_backward(vector_N)
 
     def pull(self, cotangents: Tensor, last: bool) -> Tensor:
-        """Jᵀ u, [n], for u of the outputs' shape. With `last=True` the graph is freed and no further call is possible."""
+        """Jᵀ u, [n], for u of the outputs' shape. With `last=True` the graph is freed and no further call is possible.
+
+        A GramianError is raised if the outputs do not depend on the parameters.
+        """
         pulled = torch.autograd.grad(
             self._answered(), tuple(self._theta.values()), cotangents, retain_graph=not last, materialize_grads=True
         )

@@ -1,9 +1,9 @@
 """Read a batch: the arguments of the model's forward, and the targets and weights of its loss terms.
 
 The loss is (1/N) Σ_t w_t ℓ_t over positions t with a target. Cross entropy has one term per position, N = Σ w_t; the squared
-error has one term per number, ℓ_t = |f_t − y_t|² and N = C Σ w_t, as `F.mse_loss` counts.
+error has one term per output number, ℓ_t = |f_t − y_t|² for outputs f_t and targets y_t, and N = C Σ w_t, as in `F.mse_loss`.
 
-Legend: V classes, C numbers of an output, R rows (positions of all samples), w_t weights.
+Legend: V classes, C output numbers of one position, R rows (positions of all samples), w_t weights.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ LOSSES = ("cross_entropy", "mse")
 
 @dataclass(frozen=True)
 class Terms:
-    """One batch: the arguments of the model's forward, and the targets and weights of its loss terms."""
+    """One batch: the arguments of the model's forward (`question`), and the targets and weights of its loss terms."""
 
     question: fisher_labels.LabelledBatch
     loss: LossName
@@ -35,11 +35,14 @@ class Terms:
 
     @property
     def num_terms(self) -> float:
-        """Number of loss terms of this batch: Σ_t w_t over positions of weight w_t, for "mse" times numbers per position."""
+        """Number of loss terms of this batch: the sum of the positions' weights, for "mse" times the outputs per position."""
         return float(self.weights.sum()) * (self.targets.shape[-1] if self.loss == "mse" else 1)
 
     def rows(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Targets ([R] or [R, C]) and weights [R] of all R positions, in the outputs' dtype; an error if shapes differ."""
+        """(targets [R] or [R, C], weights [R]) of all R positions, on the outputs' device, numbers in their dtype.
+
+        A GramianError is raised if targets and outputs differ in shape, or a class is out of range.
+        """
         wanted = outputs.shape if self.loss == "mse" else outputs.shape[:-1]
         if self.targets.shape != wanted:
             raise GramianError(f"labels: have shape {[*self.targets.shape]}; expected {[*wanted]}, as the outputs")
@@ -61,7 +64,9 @@ class Terms:
 def read_terms(root: nn.Module, batch: Any, loss: LossName, causal_shift: bool | None) -> Terms:
     """Read the loss terms of a batch: a mapping with "labels", (inputs, labels) or (inputs, labels, token_weights).
 
-    Labels of -100 and positions outside `attention_mask` have no term. Weights belong to positions and are not shifted.
+    Labels of -100 and positions outside `attention_mask` have no term. `causal_shift`: whether position t predicts label t+1,
+    None: as Hugging Face does for this model; weights belong to positions and are not shifted. A GramianError is raised without
+    labels, or for weights of another shape or below 0.
     """
     batch, token_weights = _without_weights(batch)
     if loss == "mse":
@@ -86,7 +91,7 @@ def read_terms(root: nn.Module, batch: Any, loss: LossName, causal_shift: bool |
 def read_all(
     root: nn.Module, batches: Any, loss: LossName, causal_shift: bool | None
 ) -> tuple[tuple[Terms, ...], float]:
-    """The `Terms` of every batch, and the number of loss terms N of all batches; an error if there is no batch or N is 0."""
+    """(`Terms` of every batch, number of loss terms N of all batches); a GramianError if there is no batch or N is 0."""
     if loss not in LOSSES:
         raise GramianError(f"loss: got {loss!r}; expected {' or '.join(repr(name) for name in LOSSES)}")
     if isinstance(batches, Mapping | Tensor) or (
@@ -101,7 +106,7 @@ def read_all(
 
 
 def listed(batches: Any) -> tuple[Any, ...]:
-    """The batches as a tuple of at least one, so that every product uses the same data, even of a shuffling loader."""
+    """The batches as a tuple, so that every product uses the same data, even of a shuffling loader; a GramianError if empty."""
     if not isinstance(batches, Iterable):
         raise GramianError(f"batches: {seen(batches)}; expected a list of batches, or a loader")
     found = tuple(batches)
@@ -127,7 +132,7 @@ def _check_weights(token_weights: Any, shape: torch.Size) -> None:
 
 
 def _numbers(root: nn.Module, batch: Any) -> tuple[fisher_labels.LabelledBatch, Tensor]:
-    """The forward's arguments and the target numbers [B, ..., C] of a batch for the squared error."""
+    """(the forward's arguments, target numbers [B, ..., C]) of a batch for the squared error; a GramianError without them."""
     if isinstance(batch, Mapping):
         targets = batch.get("labels")
         question = fisher_labels.read_batch(

@@ -18,17 +18,16 @@ from gramian.linalg.spectra.operator import Operator
 
 
 class ModelOperator(Operator):
-    """Base of operators M = (Σ_b M_b)/N.
+    """Base of operators M = (Σ_b M_b)/N: M_b is the curvature summed over the loss terms of batch b, N the number of all terms.
 
-    M_b is the curvature summed over the loss terms of batch b, N the number of terms of all batches. Evaluated at the
-    parameters that the model has when a product is asked for.
+    It is evaluated at the parameters that the model has when a product is computed.
     """
 
     num_terms: float
     """N, the number of loss terms of all batches."""
 
     def __init__(self, model: nn.Module, parameters: Selection) -> None:
-        """Choose the parameters that the operator acts on; an error for a model in half precision, or a sharded one."""
+        """Choose the parameters that the operator acts on; a GramianError for a model in half precision, or a sharded one."""
         self.model = module_of(model)
         parameters = first_names(self.model, parameters)
         self.space = ParameterSpace.of(self.model, parameters)
@@ -39,7 +38,7 @@ class ModelOperator(Operator):
             raise GramianError(f"model: is in {self.dtype}, too coarse for spectra; expected float32 or float64")
 
     def matmat(self, y_NK: Tensor) -> Tensor:
-        """M Y for Y [n, k]: [n, k], in one loop over all batches. Out-of-memory errors are raised, not handled."""
+        """M Y for Y [n, k]: [n, k], in one loop over all batches. The model's gradients, mode and random state are restored."""
         with side_effect_free(self.model):
             columns = self.space.columns(y_NK)
             total_KN = torch.zeros(len(columns), self.dim, dtype=self.dtype, device=self.device)
@@ -49,8 +48,8 @@ class ModelOperator(Operator):
 
     @abstractmethod
     def _batches(self) -> Any:
-        """All batches, each in the form that `_add` takes."""
+        """All batches, each in the form that `_add` expects."""
 
     @abstractmethod
     def _add(self, batch: Any, columns: list[Tensor], total_KN: Tensor) -> None:
-        """Add M_b v of batch b, M_b not divided by N, to row j of `total_KN` [k, n], for each v [n] = `columns[j]`."""
+        """Add M_b v for `batch` b, not divided by N, to row j of `total_KN` [k, n], for each vector v [n] = `columns[j]`."""

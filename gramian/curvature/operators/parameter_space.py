@@ -1,6 +1,6 @@
 """The parameters that an operator acts on, and the conversion between {name: tensor} and one flat vector.
 
-Legend: n numbers in all, k vectors at once.
+Legend: n elements of all parameters together, k vectors at once.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,6 +39,9 @@ class ParameterSpace:
         Args:
             model: a model on one device, in one dtype.
             which: names, or a predicate of (name, parameter); None: all trainable parameters.
+
+        Raises:
+            GramianError: if no parameter is selected, a name is unknown, or the parameters have several dtypes or devices.
         """
         chosen = choose({name: p for name, p in unique_parameters(model) if p.requires_grad}, which, "that trains")
         kinds = {(p.dtype, p.device) for p in chosen.values()}
@@ -48,7 +51,10 @@ class ParameterSpace:
         return cls({name: p.shape for name, p in chosen.items()}, dtype, device)
 
     def flatten(self, vectors: Mapping[str, Tensor]) -> Tensor:
-        """Flat vector [n] from {name: tensor of its shape}, or [n, k] from {name: [*shape, k]}; missing parameters are zero."""
+        """Flat vector [n] from {name: tensor of its shape}, or [n, k] from {name: [*shape, k]}; missing parameters are zero.
+
+        A GramianError is raised for an unknown name, or if the numbers of columns differ.
+        """
         extra = {v.shape[len(self.shapes[name]) :] for name, v in vectors.items() if name in self.shapes}
         unknown = [name for name in vectors if name not in self.shapes]
         if unknown or len(extra) > 1:
@@ -65,7 +71,10 @@ class ParameterSpace:
         return torch.cat(pieces)
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
-        """{name: [*shape]} from a flat vector [n], or {name: [*shape, k]} from [n, k], as views where the layout allows it."""
+        """{name: [*shape]} from a flat vector [n], or {name: [*shape, k]} from [n, k], as views where the layout allows it.
+
+        A GramianError is raised if `flat` does not have n rows.
+        """
         if not flat.dim() or len(flat) != self.dim:
             raise GramianError(f"vector: has shape {[*flat.shape]}; expected [{self.dim}] or [{self.dim}, k]")
         pieces = flat.split(self.sizes)
@@ -84,7 +93,8 @@ class ParameterSpace:
 def choose(named: Mapping[str, Tensor], which: Selection, kind: str) -> dict[str, Tensor]:
     """{name: tensor} of those of `named` that `which` selects (names, predicate, or None for all), in the order of `named`.
 
-    It is an error if none is selected; messages describe a tensor by `kind`, such as "that trains".
+    A GramianError is raised if none is selected or a name is unknown; `kind` completes "a parameter …" in its message, such as
+    "that trains".
     """
     if isinstance(which, str):
         raise GramianError(f"parameters: is the text {which!r}; expected a list of names, [{which!r}]")
@@ -106,7 +116,10 @@ def choose(named: Mapping[str, Tensor], which: Selection, kind: str) -> dict[str
 
 
 def first_names(root: nn.Module | None, which: Selection) -> Selection:
-    """The selection `which`, with any name of a tied parameter replaced by its first name in `root` (None: no change)."""
+    """The selection `which`, with any name of a tied parameter replaced by its first name in the model `root`.
+
+    `root` None: names stay as they are. A GramianError is raised for a selection that is not names, a predicate or None.
+    """
     if which is None or isinstance(which, str) or callable(which):
         return which
     names = [*which] if isinstance(which, Iterable) else [which]

@@ -15,7 +15,7 @@ class ShiftedOperator(Operator):
     """
 
     def __init__(self, operator: Operator, shift: float) -> None:
-        """Take the operator M and λ = `shift`, the multiple of the identity that is added to it."""
+        """Store the operator M and λ = `shift`; a GramianError if M is not an operator or λ not a finite number."""
         check_operator(operator)
         check_number("shift", shift)
         self.operator, self.shift = operator, shift

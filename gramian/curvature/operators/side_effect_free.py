@@ -23,8 +23,8 @@ EMBEDDING_ARGUMENTS = ("input", "weight", "padding_idx", "max_norm", "norm_type"
 def side_effect_free(root: nn.Module) -> Iterator[None]:
     """A context in which the model `root` can run without side effects: evaluation mode, no autocast, no compiled graphs.
 
-    Gradients, modes, buffers and random states are restored at its end. Dropout and running statistics are off: with them
-    every product would be one with another matrix.
+    Gradients, modes, buffers and random states are restored at its end. Dropout and updates of running statistics are off: with
+    them every product would be with a different matrix. A GramianError is raised if a capture of the model is open.
     """
     refuse_open_capture(root)
     modes = [(module, module.training) for module in root.modules()]
@@ -51,7 +51,7 @@ def side_effect_free(root: nn.Module) -> Iterator[None]:
 class ExactEmbeddings(TorchFunctionMode):
     """A context in which the forward derivative of `F.embedding` is the transpose of its backward.
 
-    In torch a padding row has no gradient but a forward derivative, and `scale_grad_by_freq` acts in the backward alone, so
+    In torch a padding row has a forward derivative but no gradient, and `scale_grad_by_freq` changes the backward only, so
     Jᵀ C J would not be symmetric. Here padding rows are constants in both, and gradients are not scaled.
     """
 
@@ -70,7 +70,7 @@ class ExactEmbeddings(TorchFunctionMode):
 
 @contextmanager
 def substituted(root: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """A context that replaces parameters by `tensors`, {name: tensor}, tied ones everywhere; the others become constants.
+    """A context that replaces parameters by `tensors`, {name: tensor}, in all modules that share them; others become constants.
 
     It must stay open until the backward is over, since activation checkpointing runs the forward again there.
     """

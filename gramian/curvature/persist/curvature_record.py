@@ -1,4 +1,4 @@
-"""The record of a computation and its log lines: both read the same facts of a `CurvatureState`, so they cannot disagree."""
+"""The JSON-able record of a K-FAC computation and its log lines; both are formed from the same facts of a `CurvatureState`."""
 
 import logging
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ SCHEMA = 1
 
 
 def record(state: CurvatureState) -> dict[str, Any]:
-    """All facts that a reader needs to repeat the computation, as a JSON-able dict."""
+    """A JSON-able dict of options, versions, seeds, counters, and every block's estimate, damping, clip and bytes."""
     blocks = state.blocks
     factors = {id(factor): factor for block in blocks.values() for factor in block.factors.values()}
     return {
@@ -50,14 +50,17 @@ def record(state: CurvatureState) -> dict[str, Any]:
 
 
 def _shared_rows(state: CurvatureState) -> str | None:
-    """How it was decided that a layer's single row stands for all samples, as a text; None before a capture."""
+    """How it was found that a layer's input with one row is shared by all samples, as a text; None before a capture.
+
+    "proven": by the row proof (the check that each row belongs to the sample it is attributed to); else from shapes alone.
+    """
     if state.model is None:
         return None
     return "proven" if TensorParallel.of(state.model) is None else "taken from shapes, as the model is tensor parallel"
 
 
 def coverage(state: CurvatureState) -> Coverage:
-    """A `Coverage` report: how each parameter of the captured model is approximated."""
+    """A `Coverage` report: how each parameter of the captured model is approximated; a GramianError before a capture."""
     if state.model is None:
         raise GramianError("coverage: no model was captured yet; expected a capture before")
     specs = {p: spec for spec in state.specs.values() for p in spec.parameters}
@@ -116,7 +119,7 @@ def _layer(state: CurvatureState, block: Block) -> dict[str, Any]:
 
 
 def _corrected(block: Block) -> dict[str, Any] | None:
-    """JSON-able facts on a block's EK-FAC eigenvalues, or why it has none; None if EK-FAC is off."""
+    """JSON-able facts on a block's EK-FAC eigenvalues, or why it has none; None if EK-FAC does not apply to it."""
     if block.correction is None:
         return {"corrected": False, "reason": block.facts.reason_ekfac} if block.facts.reason_ekfac else None
     correction = block.correction
@@ -164,7 +167,7 @@ def _clip(clip: Clip | None) -> dict[str, Any] | None:
 
 
 def log_refresh(state: CurvatureState) -> None:
-    """Log a refresh at INFO: one line per block and one for all."""
+    """Log a refresh at INFO, one line per block and one for all blocks, and token counts at DEBUG."""
     if not logger.isEnabledFor(logging.INFO):
         return
     layers = {name: _layer(state, block) for name, block in state.blocks.items()}
@@ -175,8 +178,8 @@ def log_refresh(state: CurvatureState) -> None:
     blocks = [block for block in state.blocks.values() if block.spec.kind == "kronecker"]
     woodbury = sum(isinstance(block.G, LowRank | DiagonalLowRank) for block in blocks)
     damping = f"{options.damping_mode} {options.joint_lambda:.3g}"
-    if options.damping_mode == "factored":
-        damping = f"factored (λ_A={options.lambdas.A:.3g}, λ_G={options.lambdas.G:.3g})"
+    if options.lambdas.A != options.lambdas.G:
+        damping = f"{options.damping_mode} (λ_A={options.lambdas.A:.3g}, λ_G={options.lambdas.G:.3g})"
     logger.info(
         "K-FAC update %d: %d layers (%d Woodbury, %d eigendecomp), %d other blocks, update_freq=%d, damping=%s, reduce=%s, "
         "world_size=%d",
@@ -213,7 +216,7 @@ def layer_line(name: str, facts: dict[str, Any]) -> str:
 
 
 def log_clips(blocks: Iterable[Block]) -> None:
-    """Log at DEBUG how many eigenvalues of each block were clipped; called whenever blocks are applied."""
+    """Log at DEBUG how many eigenvalues of each block were clipped; called whenever blocks multiply a vector."""
     if not logger.isEnabledFor(logging.DEBUG):
         return
     for block in blocks:
@@ -227,13 +230,16 @@ def log_separate_processes() -> None:
 
 
 def log_dropped(step: int, reason: str, again: bool) -> None:
-    """Log that a refresh made no factors: a warning, or at DEBUG if the one before was dropped too (`again`)."""
+    """Log that the refresh at `step` made no factors: a warning, or at DEBUG if the one before was dropped too (`again`)."""
     level = logging.DEBUG if again else logging.WARNING
     logger.log(level, "K-FAC refresh at step %d dropped: %s; the factors are those from before", step, reason)
 
 
 def log_padding(layer: str, tokens: int, terms: float, again: bool, strict: bool) -> None:
-    """Log that tokens without a loss term are part of a layer's A, if `again` only at DEBUG; an error under `strict`."""
+    """Warn that tokens without a loss term are part of a layer's A: `tokens` counted for `terms` loss terms.
+
+    `again`: log at DEBUG only; `strict`: raise a GramianError instead.
+    """
     line = (
         f"token_weights: {layer} counts {tokens} tokens for {terms:g} loss terms, and which of them have none cannot be seen; "
         "expected token_weights=[B, T]"
@@ -242,7 +248,7 @@ def log_padding(layer: str, tokens: int, terms: float, again: bool, strict: bool
 
 
 def log_coefficient(seen: float, strict: bool) -> None:
-    """Warn, or raise under `strict`, that a loss term has `seen` times the coefficient that the arguments state."""
+    """Warn that a loss term has `seen` times the coefficient that the capture's arguments give; `strict`: raise instead."""
     line = (
         f"loss_reduction: one loss term has {seen:.4g} times the coefficient that it, num_terms and loss_scale state, so "
         f"every G is {seen**2:.4g} times what it is; expected loss_reduction=<coefficient of one term>, such as "
@@ -258,5 +264,5 @@ def _warn(line: str, strict: bool, again: bool = False) -> None:
 
 
 def log_no_step(reason: str) -> None:
-    """Warn that an optimizer step was asked for before any refresh has made factors, and changes nothing."""
+    """Warn that an optimizer step was called before any refresh has made factors (`reason`), and changes no parameter."""
     logger.warning("K-FAC has no factors yet (%s): this step leaves the parameters as they are", reason)

@@ -1,7 +1,7 @@
-"""The state of a K-FAC object as a dict and as one safetensors file, and back.
+"""Convert the state of a K-FAC object to a dict or one safetensors file, and load it again.
 
-`state_dict` gives tensors and plain values; `load` checks every shape before anything is replaced. The keys of the dict are a
-file format: states that older versions wrote load unchanged.
+`state_dict` returns tensors and plain values; `load` checks every shape before anything is replaced. The keys of the dict are
+a file format: states that older versions wrote load unchanged.
 """
 
 import copy
@@ -51,8 +51,8 @@ COUNTERS = {
 def state_dict(state: CurvatureState, gather: bool = True) -> dict[str, Any]:
     """Factors, counters and options as tensors and plain values; a factor that several layers share is stored once.
 
-    With `gather`, rows that are sharded over processes are put together (collective); otherwise every factor has this
-    process's rows and `dim`, the number of all rows.
+    With `gather`, rows that are sharded over processes are gathered (collective); otherwise every factor has this process's
+    rows and an entry "dim", the number of rows of all processes.
     """
     numbers: dict[int, str] = {}
     factors: dict[str, dict[str, Any]] = {}
@@ -82,7 +82,10 @@ def state_dict(state: CurvatureState, gather: bool = True) -> dict[str, Any]:
 
 
 def save(state: CurvatureState, path: str) -> None:
-    """Write a state into one file: tensors as safetensors, everything else as JSON in its header."""
+    """Write a state into one safetensors file, with everything that is not a tensor as JSON in its header.
+
+    A GramianError is raised if the file cannot be written. Collective where rows are sharded.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -126,9 +129,9 @@ def _stored_entry(stored: Stored) -> dict[str, Any]:
 
 
 def _correction_entry(correction: Correction, gather: bool) -> dict[str, Any]:
-    """The saved form of EK-FAC's eigenvalues and bases, without the columns U, which the factor has.
+    """The saved form of EK-FAC's eigenvalues and bases; the columns U of a low-rank basis are saved with the factor.
 
-    A view is saved without the rest of its memory.
+    Tensors that are views of larger memory are copied, so that only their own entries are saved. `gather` as in `state_dict`.
     """
     parts = {"eigenvalues": correction.values_RS, "basis_G": correction.G.matrix, "basis_A": correction.A.matrix}
     tensors = {
@@ -166,7 +169,7 @@ def read(path: str) -> dict[str, Any]:
 
 
 def _digest(header: str, tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256, in hex, of the header and of all tensors."""
+    """SHA-256, in hex, of the header and of the names and bytes of all tensors."""
     found = hashlib.sha256(header.encode())
     for name in sorted(tensors):
         found.update(name.encode())
@@ -177,9 +180,11 @@ def _digest(header: str, tensors: Mapping[str, Tensor]) -> str:
 def load(
     state: CurvatureState, saved: Mapping[str, Any], root: nn.Module | None, exchange: Exchange | None = None
 ) -> None:
-    """Replace the state but for its options by a saved one, after all of it was checked, against the model `root` if given.
+    """Replace factors, counters and generator of `state` by saved ones; its options stay.
 
-    `exchange`: the processes over which rows of low-rank sides are sharded again; None: all rows stay here.
+    Everything is checked first, against the model `root` if given (None: against the state's own blocks); a GramianError is
+    raised, and nothing changes, if it does not fit or is damaged. `exchange`: the processes over which rows of low-rank sides
+    are sharded; None: this process stores all rows.
     """
     if not isinstance(saved, Mapping) or "schema" not in saved:
         raise GramianError("state: has no schema; expected what state_dict() gave")
@@ -226,7 +231,7 @@ def _counters(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _device(state: CurvatureState, root: nn.Module | None) -> torch.device | None:
-    """The device for loaded factors: that of the option, else the model's; None: they stay where they are."""
+    """The device for loaded factors: that of `woodbury_store_device`, or with "auto" the model's; None: where they are now."""
     if state.options.woodbury_store_device != "auto":
         return torch.device(state.options.woodbury_store_device)
     return None if root is None else next(root.parameters()).device
@@ -239,7 +244,10 @@ def _blocks(
     frozen: set[str],
     exchange: Exchange | None,
 ) -> dict[str, Block]:
-    """{name: block} of a saved state, each checked against the model's `specs`; blocks that are frozen now are loaded too."""
+    """{name: block} of a saved state; a GramianError if one does not fit the model's `specs`, or its factors are not finite.
+
+    Blocks all of whose parameters are `frozen` now are loaded too. `exchange` as in `load`.
+    """
     entries = {number: parts for number, parts in saved["factors"].items() if parts.get("kind") != CORRECTION}
     factors = {number: _factor(number, parts, device, exchange) for number, parts in entries.items()}
     blocks: dict[str, Block] = {}
@@ -292,7 +300,7 @@ def _factor(number: str, parts: Mapping[str, Any], device: torch.device | None, 
 
 
 def _load_corrections(blocks: Mapping[str, Block], saved: Mapping[str, Any], device: torch.device | None) -> None:
-    """Set EK-FAC's eigenvalues on the blocks for which the saved state has them; note a reason on the others."""
+    """Set EK-FAC's eigenvalues on the blocks for which the saved state has them; record on the others that it has none."""
     for name, block in blocks.items():
         number = saved["layers"][name].get("correction")
         if number is not None:
@@ -302,7 +310,7 @@ def _load_corrections(blocks: Mapping[str, Block], saved: Mapping[str, Any], dev
 
 
 def _correction(block: Block, parts: Mapping[str, Any], device: torch.device | None) -> Correction:
-    """EK-FAC's eigenvalues from the saved entry `parts`, checked against the factors of a block."""
+    """EK-FAC's eigenvalues from the saved entry `parts`; a GramianError if they do not fit the factors of the block."""
     bases = {}
     for side, factor in block.factors.items():
         matrix = parts.get(f"basis_{side}")

@@ -1,10 +1,10 @@
-"""Factors in a folder, every process writing its rows: safetensors files as `torch.distributed.checkpoint` lays them out.
+"""Save factors in a folder, each process its own rows, and load them: safetensors files as `torch.distributed.checkpoint` has.
 
-A matrix of n rows is cut as `Exchange.features(n)` says, whether its rows are sharded in memory or complete on every process,
-so all processes write alike. The header of each file states where in their tensors its rows begin, and torch's own
-safetensors reader finds the rows that a process needs, for any number of processes. Nothing is gathered, nothing is pickled.
-`kfac.json` is written last: a folder without it is not a state; it holds everything that is not a tensor, and the checksum of
-every file.
+A matrix of n rows is split over processes by `Exchange.features(n)`, whether its rows are sharded in memory or every process
+has all of them, so all processes write equal shares. The header of each file gives the position of its rows in their tensors,
+and torch's own safetensors reader finds the rows that a process needs, for any number of processes. Nothing is gathered,
+nothing is pickled. `kfac.json` is written last: it has everything that is not a tensor, and the checksum of every file; a
+folder without it is not a saved state.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ CUT = ("body", "values")
 
 
 def _rows(start: int, local: Tensor) -> ShardedBox:
-    """The rows `local` of a tensor whose first has the number `start`, as a `ShardedBox`."""
+    """Rows `local` of a larger tensor, in which their first row has the index `start`, as a `ShardedBox`."""
     return ShardedBox([start, *[0] * (local.dim() - 1)], local)
 
 
@@ -41,7 +41,10 @@ def _rows(start: int, local: Tensor) -> ShardedBox:
 
 
 def save(state: CurvatureState, folder: str, exchange: Exchange | None) -> None:
-    """Write a state into a new or empty folder, each process its rows. Collective; an error on one is raised on all."""
+    """Write a state into a new or empty folder, each process its own rows. Collective; an error on one is raised on all.
+
+    `exchange`: the processes that write; None: this process alone.
+    """
     place, rank = _path(folder), 0 if exchange is None else exchange.rank
     _on_all(exchange, lambda: _begin(place) if rank == 0 else None)
     entries = factor_file.state_dict(state, gather=False)
@@ -69,7 +72,10 @@ def _begin(place: Path) -> None:
 
 
 def _rows_to_write(entries: dict[str, Any], exchange: Exchange | None) -> dict[str, tuple[ShardedBox, list[int]]]:
-    """{tensor: (this process's rows, shape of all rows)}, removed from `entries`; the first process has what is not split."""
+    """{tensor: (this process's rows, shape of the complete tensor)}; the tensors are removed from `entries`.
+
+    Tensors that are not split by rows are written by the first process, flattened.
+    """
     found: dict[str, tuple[ShardedBox, list[int]]] = {}
     first = exchange is None or exchange.rank == 0
     for number, parts in entries["factors"].items():
@@ -88,7 +94,7 @@ def _rows_to_write(entries: dict[str, Any], exchange: Exchange | None) -> dict[s
 
 
 def _write(path: Path, parts: Mapping[str, ShardedBox]) -> list[Any]:
-    """Write the tensors as one safetensors file and return its [bytes, SHA-256]."""
+    """Write the tensors as one safetensors file and return [its size in bytes, its SHA-256]."""
     from safetensors.torch import save_file
 
     nonempty = {name: rows for name, rows in parts.items() if len(rows.local)}
@@ -102,9 +108,10 @@ def _write(path: Path, parts: Mapping[str, ShardedBox]) -> list[Any]:
 
 
 def load(state: CurvatureState, folder: str, root: nn.Module | None, exchange: Exchange | None) -> None:
-    """Replace a state by that of a folder, for the model `root` if it is known. Collective; all or nothing changes.
+    """Replace a state by that of a folder, checked against the model `root` (None: no check). Collective.
 
-    Any number of processes may have written it. With `"gram"` each process stores only its rows of low-rank sides.
+    Any number of processes may have written it. With `kfac_distributed_reduce="gram"` each process stores only its rows of
+    low-rank sides. A GramianError is raised, and nothing changes, if files are missing or damaged, or factors do not fit.
     """
     place = _path(folder)
     indices: list[dict[str, Any]] = []
@@ -131,7 +138,10 @@ def load(state: CurvatureState, folder: str, root: nn.Module | None, exchange: E
 
 
 def _buffer(name: str, dtype: str, shape: list[int], saved: Mapping[str, Any], exchange: Exchange | None) -> ShardedBox:
-    """Uninitialised memory for the rows of tensor `name` that this process needs."""
+    """Uninitialised memory for the rows of tensor `name` that this process needs: its share under `exchange`, else all.
+
+    `saved` is the state without tensors; `dtype` and `shape` are those of the complete tensor.
+    """
     number, _, part = name.partition(".")
     size = shape if part in CUT else [torch.Size(shape).numel()]
     start = 0
@@ -180,7 +190,7 @@ def _check(place: Path, files: Mapping[str, list[Any]]) -> None:
 
 
 def _read(place: Path, buffers: Mapping[str, ShardedBox]) -> None:
-    """Fill the buffers from the files of the folder; not collective."""
+    """Fill the buffers from the files of the folder; a GramianError if that fails. Not collective."""
     try:
         read_sharded_boxes(place, {name: rows for name, rows in buffers.items() if rows.local.numel()})
     except CheckpointException as failure:

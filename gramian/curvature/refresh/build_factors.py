@@ -1,9 +1,9 @@
-"""From the joined sums of a refresh to stored factors: A and G of every block, averaged with the refreshes before, and damped.
+"""Build the factors A and G of every block from the joined sums of a refresh, and average them with earlier refreshes.
 
-Legend: T tokens, N loss terms, o and m sides of a weight.
+Legend: N loss terms, a inputs and g output gradients of tokens, w token weights.
 
-A = Σ w a aᵀ / Σ w and G = (1/N) Σ g gᵀ / w become low-rank, dense or diagonal factors as the joined sums have them; blocks
-outside K-FAC are exact. `Placement` decides on which device a factor is stored.
+A = Σ w a aᵀ / Σ w and G = (1/N) Σ g gᵀ / w become low-rank, dense or diagonal factors, as the joined sums are stored; blocks
+outside K-FAC are exact. `Placement` chooses the device on which a factor is stored; the damping of each block is computed.
 """
 
 import math
@@ -31,12 +31,12 @@ from gramian.parallel.sharded_columns import ShardedColumns
 
 
 class Builder:
-    """Builds the factors of one refresh, block after block; sides with the same tokens become one factor."""
+    """Builds the factors of one refresh, block after block; blocks with the same inputs share one factor A."""
 
     def __init__(
         self, options: Options, terms: float, samples: int, estimate: str, local_samples: int, reduction: str
     ) -> None:
-        """Set what all blocks share: N loss `terms` and B `samples` of all processes, and `local_samples` of this one.
+        """Set what all blocks share: numbers of loss `terms` and `samples` of all processes, `local_samples` of this one.
 
         `estimate` is "empirical" or "mc"; `reduction`: how sums outside K-FAC were joined, "dense", or "" for one process.
         """
@@ -45,7 +45,7 @@ class Builder:
         self._inputs: list[tuple[JoinedTotal, Factor, str]] = []
 
     def kronecker(self, spec: Spec, sums: BlockTotals, place: "Placement") -> Block | None:
-        """The K-FAC block of a weight from its joined sums, its factors moved by `place`; None if no token reached it."""
+        """The K-FAC block of a weight from its joined sums; None without tokens. `place` moves its factors to their device."""
         started = time.perf_counter()
         linear = sums.inputs is not None and (sums.gradients is not None or sums.probabilities is not None)
         if not linear and sums.table_gradients is None:
@@ -92,7 +92,7 @@ class Builder:
         return Block(spec, A, G, facts)
 
     def remainder(self, spec: Spec, total: Tensor, place: "Placement") -> Block:
-        """The exact block or diagonal of a parameter outside K-FAC from its joined sum `total`, moved by `place`."""
+        """The exact block or diagonal of a parameter outside K-FAC, from its joined sum; `place` moves it to its device."""
         dtype = self.options.storage_dtype(spec.dtype)
         reason = spec.why or "no matrix between tokens"
         facts = Facts(self.samples, self.samples, self.terms, reason_G=reason, estimate=self.estimate)
@@ -104,7 +104,7 @@ class Builder:
     def _input_factor(
         self, spec: Spec, total: JoinedTotal, dtype: torch.dtype, place: "Placement"
     ) -> tuple[Factor, str, str]:
-        """The factor A of a block, the name of the block that it is shared with ("" if none), and why it has its form."""
+        """(factor A of a block, name of the block it is shared with or "", reason why it is dense, low rank or diagonal)."""
         for other, factor, name in self._inputs:
             if other is total:
                 return factor, name, "the same inputs"
@@ -126,7 +126,7 @@ class Builder:
         return LowRank(_sharded_columns(total, dtype).scaled(total.factor * scale**0.5))
 
     def _softmax_factor(self, total: JoinedTotal, dtype: torch.dtype) -> Factor:
-        """The factor (1/N) Σ w (diag p − p pᵀ): the diagonal and the subtracted part are from the same tokens."""
+        """The factor G = (1/N) Σ w (diag p − p pᵀ) of an exact softmax head, over tokens with probabilities p and weights w."""
         scale = _rescaling(total) / self.terms
         if total.form != "low rank":
             return self._moment_factor(total, dtype, scale)
@@ -142,10 +142,13 @@ def _sharded_columns(total: JoinedTotal, dtype: torch.dtype) -> ShardedColumns:
 
 
 class Placement:
-    """Moves factors to their storage device: that of the option, or ("auto") the model's while half its free memory lasts."""
+    """Moves factors to their storage device: that of the option `woodbury_store_device`, or with "auto" the model's.
+
+    With "auto", once the factors together exceed half of that device's free memory, further ones are stored on the CPU.
+    """
 
     def __init__(self, options: Options, free: int | None) -> None:
-        """Take the option, and `free`: bytes free on the model's device, on the process with the fewest; None: no limit."""
+        """Read the option; `free`: bytes free on the model's device, on the process with the fewest; None: no limit."""
         self._fixed = None if options.woodbury_store_device == "auto" else torch.device(options.woodbury_store_device)
         self._left = None if free is None or self._fixed is not None else free // 2
         self._offload = Offload()
@@ -171,7 +174,7 @@ class Placement:
 
 
 def _most_bytes(factor: Factor) -> int:
-    """Bytes of a factor on the process with most of its rows: the same number on all processes."""
+    """Bytes of a factor on the process that stores most of its rows, so that all processes compute the same number."""
     columns = factor.columns if isinstance(factor, LowRank | DiagonalLowRank) else None
     if not isinstance(columns, ShardedColumns):
         return factor.nbytes
@@ -186,10 +189,11 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def _tied(A: Factor, G: Factor, table_G: Factor, counts: Factor) -> tuple[Factor, Factor]:
-    """One Kronecker product (A, G) for a weight that is head and table: F ≈ G ⊗ A + diag(counts) ⊗ G_table.
+    """(A, G) of one Kronecker product for a weight that is head and embedding table: F ≈ G ⊗ A + diag(counts) ⊗ G_table.
 
-    Both sides are means of the two uses' sides, each of trace 1, weighted by the traces t of the two products; the sum of
-    the traces is preserved, and either use alone is exact. A sum of two Kronecker products is not one, so this approximates.
+    A sum of two Kronecker products is not one, so this approximates: each side is the mean of the two uses' sides, scaled to
+    equal traces and weighted by the traces of the two products. The total trace is preserved, and if one use has trace zero,
+    the result is exact.
     """
     traces = [float(f.trace()) for f in (A, G, table_G, counts)]
     head, table = traces[0] * traces[1], traces[2] * traces[3]
@@ -209,9 +213,10 @@ def make_blocks(
     place: Placement,
     before: Mapping[str, Block],
 ) -> dict[str, Block]:
-    """{name: block} for every block that data reached, averaged with `before`, its damping resolved. Collective.
+    """{name: block} for every block that data reached, averaged with the old blocks `before`, with its damping. Collective.
 
-    An error on one process is raised on all; `NotFinite` names the first block whose sums are not finite.
+    `join` adds the sums of all processes, `builder` makes factors of them, `place` moves these to their device. An error on
+    one process is raised on all; `NotFinite` names the first block whose sums are not finite.
     """
     fresh: dict[str, Block] = {}
     with torch.no_grad(), exact_float32():
@@ -250,7 +255,7 @@ class NotFinite(GramianError):
 
 
 def _refuse_not_finite(blocks: Mapping[str, Block]) -> None:
-    """Raise `NotFinite` for the first block whose factors are not finite, after one wait for the device."""
+    """Raise `NotFinite` for the first block whose factors are not finite; one device synchronisation reads all traces."""
     traces = fetch_traces([factor for block in blocks.values() for factor in block.factors.values()])
     for name, block in blocks.items():
         if not all(math.isfinite(traces[id(factor)]) for factor in block.factors.values()):
@@ -258,7 +263,7 @@ def _refuse_not_finite(blocks: Mapping[str, Block]) -> None:
 
 
 def settle_damping(blocks: Collection[Block], options: Options) -> None:
-    """Set `block.damping` (λ_A, λ_G and π) of every block from the options and the traces, after one wait for the device."""
+    """Set `block.damping` (λ_A, λ_G and π) of every block from the options and the traces; one device synchronisation."""
     traces = fetch_traces([factor for block in blocks for factor in block.factors.values()])
     for block in blocks:
         A, G = block.A, block.G
@@ -267,18 +272,21 @@ def settle_damping(blocks: Collection[Block], options: Options) -> None:
 
 
 Merged = dict[tuple[int, int], tuple[Factor, float]]
-"""{(id of the old factor, of the new one): (their average, the trace it lost)}, so that shared sides are averaged once."""
+"""{(id of the old factor, id of the new one): (their average, trace lost in it)}, so that a shared A is averaged once."""
 
 
 def average(old: Block | None, new: Block, decay: float, most_columns: int, merged: Merged) -> Block:
     """The new block averaged with the old one: a debiased moving average with decay β over refreshes of this block.
 
-    The new estimate has weight (1-β)/(1-β^k) at the k-th refresh, so nothing is scaled at k = 1. The average starts anew
-    where the kind of estimate changed (empirical, drawn, exact), which cannot be averaged. Low-rank sides grow by the columns
-    of the new estimate while these are fewer than the rows and than `most_columns`, and are dense from there on. Sides too
-    wide for that, or for memory_budget, keep `most_columns` of them, drawn anew at every refresh: of the old and of the new
-    ones as many as their shares of the average, rescaled. So the average is unbiased and the weight of a column does not
-    grow.
+    β is `decay`. The new estimate has weight (1-β)/(1-β^k) at the k-th refresh, so nothing is scaled at k = 1. The average
+    starts anew if `old` is None, β is 0 or the kind of estimate changed (empirical, drawn, exact).
+
+    The average of low-rank sides has the columns of both. If these are as many as the rows, or more than `most_columns`, it is
+    a dense matrix. If the side is too wide for that, or memory_budget limits its columns, it is a random subset of
+    `most_columns` (or that limit), drawn at each refresh from old and new ones in proportion to their weights and rescaled: the
+    average is unbiased, and the weight of a single column does not grow.
+
+    `merged` collects the averages, so that blocks which share an A share its average.
     """
     if old is not None and old.facts.estimate != new.facts.estimate:
         old = None
@@ -304,7 +312,10 @@ def average(old: Block | None, new: Block, decay: float, most_columns: int, merg
 def _mixed(
     before: Factor, factor: Factor, share: float, most_columns: int, key: int, may_be_dense: bool
 ) -> tuple[Factor, float]:
-    """(1-share)·before + share·factor, and the trace that is lost if a subset of columns is taken (on average none)."""
+    """(1-share)·before + share·factor, and the trace lost by a subset of at most `most_columns` columns (on average 0).
+
+    `key` seeds the random subset; `may_be_dense`: use a dense matrix in place of a subset where the side is narrow enough.
+    """
     thin = isinstance(before, LowRank | DiagonalLowRank) and isinstance(factor, LowRank | DiagonalLowRank)
     if not thin or before.rank + factor.rank <= most_columns:
         return merge(before, factor, 1 - share, share), 0.0
@@ -322,13 +333,13 @@ def _mixed(
 
 
 def _subset(columns: int, count: int, key: int, device: torch.device) -> Tensor:
-    """Indices of `count` of `columns` columns, drawn at random from the key and sorted."""
+    """Sorted indices of `count` of `columns` columns, drawn at random with the seed `key`."""
     keys = token_keys(key, torch.zeros(1, dtype=torch.long), columns)[0]
     return keys.topk(count, largest=False).indices.sort().values.to(device)
 
 
 def _most_columns(spec: Spec, sums: BlockTotals) -> dict[str, int]:
-    """{"A" or "G": most columns of an average} for the sides on which memory_budget sets a limit."""
+    """{"A" or "G": largest number of columns of its moving average} for the sides on which memory_budget sets a limit."""
     totals = [("A", sums.inputs), ("G", sums.gradients), ("G", sums.probabilities)]
     totals.append(("G" if spec.layout == "table" else "A", sums.table_gradients))
     found: dict[str, int] = {}
@@ -343,5 +354,5 @@ def _count_tokens(facts: Facts, total: JoinedTotal) -> None:
 
 
 def _rescaling(total: JoinedTotal) -> float:
-    """The factor by which a sum over a subset of the tokens is multiplied to stand for all of them."""
+    """The factor that turns a sum over a random subset of tokens into an estimate of that over all; 1 without a subset."""
     return total.seen / max(total.stored, 1) if total.keep.limit is not None else 1.0

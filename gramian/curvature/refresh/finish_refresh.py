@@ -1,7 +1,7 @@
-"""The end of a refresh: processes agree on what they saw, join their sums, and replace the old factors all at once.
+"""The end of a refresh: processes compare their reports, add their sums, and replace the old factors all at once.
 
-In come the sums of a capture on every process; out go new blocks in the state, or, if anything is wrong, a dropped refresh with
-the factors from before. Collective: all processes of the capture's exchange leave it together.
+The input is the sums of a capture on every process; the output is new blocks in the state or, if anything is wrong, a dropped
+refresh, which leaves the old factors. Collective: all processes that share the capture finish it together.
 """
 
 import time
@@ -28,7 +28,11 @@ from gramian.curvature.state import CurvatureState
 
 
 def finish(state: CurvatureState, cap: KFACCapture) -> None:
-    """Join the sums of a capture over processes, build factors, and replace the old ones all at once. Collective."""
+    """Join the sums of a capture over processes, build factors, and replace those in `state` all at once. Collective.
+
+    Without loss terms, with sums that are not finite, or after a backward that failed, the refresh is dropped (with the option
+    `strict` a GramianError); other problems are raised on all processes. In each case the old factors stay.
+    """
     state.capturing = False
     started = time.perf_counter()
     kronecker, remainder = cap.collected()
@@ -83,7 +87,10 @@ def finish(state: CurvatureState, cap: KFACCapture) -> None:
 def _reports(
     state: CurvatureState, cap: KFACCapture, kronecker: Mapping[str, BlockSums], remainder: Mapping[str, Tensor]
 ) -> list[Any]:
-    """The report of every process on its part of the refresh, in the order of ranks."""
+    """The reports of all processes on their sums of the refresh, in the order of ranks. Collective.
+
+    A GramianError is raised if another process has left the capture with an error.
+    """
     try:
         report = {
             "model": fingerprint(state.specs),
@@ -115,7 +122,10 @@ def _reports(
 
 
 def _note_padding(state: CurvatureState, padded: Mapping[str, tuple[int, float]]) -> None:
-    """Record and log the layers whose A contains padding because its tokens cannot be recognised."""
+    """Record and log the layers whose A contains padding because its tokens cannot be recognised; an error under `strict`.
+
+    `padded` is {layer: (tokens counted, loss terms)}.
+    """
     if padded:
         layer, (tokens, terms) = next(iter(padded.items()))
         if state.options.strict:
@@ -125,7 +135,10 @@ def _note_padding(state: CurvatureState, padded: Mapping[str, tuple[int, float]]
 
 
 def _note_coefficient(state: CurvatureState, coefficient: float | None) -> None:
-    """Record and log, once, that loss terms have another coefficient than the arguments state."""
+    """Record and log, once, that loss terms have `coefficient` times the coefficient of the capture's arguments; None: equal.
+
+    An error under `strict`.
+    """
     state.coefficient_checked = True
     if coefficient is None:
         return
@@ -146,7 +159,10 @@ def _refuse_uncovered(state: CurvatureState, fresh: Mapping[str, Block]) -> None
 
 
 def _refuse_not_finite(fresh: Mapping[str, Block]) -> None:
-    """Raise `NotFinite` for EK-FAC eigenvalues with NaN or infinity: a sample outside the subset, a square beyond float32."""
+    """Raise `NotFinite` for the first block whose EK-FAC eigenvalues have NaN or infinity, although its factors are finite.
+
+    Causes: a sample outside the token subset of the factors, or a square beyond the range of float32.
+    """
     corrected = {name: block.correction.values_RS for name, block in fresh.items() if block.correction is not None}
     if not corrected:
         return

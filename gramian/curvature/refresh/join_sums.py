@@ -1,18 +1,18 @@
-"""The sums of a refresh over all processes that share it, in the form that factors are made of.
+"""Add the sums of a refresh over all processes that share it, in the form from which factors are built.
 
-Legend: W processes, T_r tokens of process r, ΣT of all, N width of a side (with the bias), N_r = N/W of it.
+Legend: W processes, T_r tokens of process r, ΣT of all, N width of a side (with the bias), N_r = N/W features of one process.
 
-Every process has sums over its own tokens. The reports of all ranks (`process_report`) decide everything that follows: which
-sides share their inputs, which tokens a keyed subset keeps, which form a side has, which collectives come and in which order.
+Every process has sums over its own tokens. From the reports of all ranks (`process_report`) each process derives the same:
+which blocks share their inputs, which tokens a random subset keeps, whether a side is dense, low rank or diagonal, and the
+collectives in their order.
 
-| reduction | data that travels | bytes that leave a process | it then has |
+| reduction | data that is sent | entries that leave a process | a process then has |
 |---|---|---|---|
 | dense | Σ_r of the products [N, N], an all-reduce | 2·N²·(W−1)/W entries | [N, N] |
 | gather | the rows, an all-gather | (W−1)·T_r·N entries | [ΣT, N] |
 | gram | the rows by features, an all-to-all | T_r·N·(W−1)/W entries | [ΣT, N_r] |
 
-A side whose tokens of all processes are too many for low rank is always reduced densely. One process is the same with W = 1:
-nothing travels.
+A side with too many tokens on all processes for low rank is always reduced densely. With W = 1 nothing is sent.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,12 +34,12 @@ from gramian.linalg.wide import wide
 from gramian.parallel.exchange import Exchange
 
 FLAT = 2**22
-"""Most entries of a sum that is sent together with others in one all-reduce."""
+"""Largest number of entries of a sum that is sent together with others in one all-reduce."""
 
 
 @dataclass
 class JoinedTotal:
-    """Σ w x xᵀ over all tokens x of all processes with weights w, for one side of a block, not scaled yet."""
+    """Σ w x xᵀ over all tokens x of all processes with weights w, for one side of a block, not divided by Σ w or N yet."""
 
     form: Representation
     data: Tensor
@@ -91,6 +91,7 @@ class Join:
         """Read the `reports` of all processes on their sums (`sums_report`, in the order of ranks).
 
         `kronecker` and `remainder` are this process's own sums; those of K-FAC blocks are freed once they are joined.
+        `exchange`: the collectives of these processes; None: this process alone.
         """
         self._reduce = options.kfac_distributed_reduce
         self._kronecker, self._remainder, self.exchange = kronecker, remainder, exchange
@@ -116,7 +117,10 @@ class Join:
         return BlockTotals(**sides, counts_V=counts_V, table_weight=table_weight, sent=sent)
 
     def remainder(self, specs: Mapping[str, Spec]) -> dict[str, Tensor]:
-        """{block outside K-FAC: its sum over all processes}, if some process has one; small ones in one all-reduce."""
+        """{block outside K-FAC: its sum over all processes}, for blocks of which some process has a sum. Collective.
+
+        Small sums of a dtype are sent in one all-reduce.
+        """
         if self.exchange is None:
             return dict(self._remainder)
         wanted: dict[str, Tensor] = {}
@@ -142,7 +146,10 @@ class Join:
     def _part(
         self, make: Callable[[], Tensor] | None, shape: Sequence[int], like: tuple[torch.dtype, torch.device]
     ) -> Tensor:
-        """This process's tensor for a collective; zeros if it has none, or if `make` fails (`agree` reports the error then)."""
+        """This process's tensor for a collective, made by `make`; zeros if `make` is None or fails (`agree` then reports it).
+
+        Zeros have `shape` and the (dtype, device) `like`. Without other processes the error is raised.
+        """
         try:
             if make is not None:
                 return make()
@@ -153,7 +160,10 @@ class Join:
         return torch.zeros(*shape, dtype=like[0], device=like[1])
 
     def _side(self, spec: Spec, role: str) -> JoinedTotal | None:
-        """The sum of one side (`role`) of a block over all processes; None if no token of any process reached it."""
+        """One sum of a block (`role`, one of `ROLES`) over all processes; None if no token of any process reached it.
+
+        A GramianError is raised if processes store their tokens by different policies or widths.
+        """
         reports = self._side_reports[spec.name, role]
         with_tokens = [side for side in reports if side is not None and side.stored]
         if not with_tokens:
@@ -208,9 +218,9 @@ class Join:
         keep: StoragePolicy,
         device: torch.device,
     ) -> tuple[list[int], float]:
-        """Numbers of tokens that each process keeps, and Σ w of them all; this process drops its tokens outside the subset.
+        """(number of tokens that each process keeps, Σ w over all of these); drops this process's tokens outside the subset.
 
-        Together they keep the `limit` tokens with the smallest keys of all processes. The keys travel: 8 bytes a token.
+        Together the processes keep the `keep.limit` tokens with the smallest random keys. Keys are sent: 8 bytes a token.
         """
         counts = [0 if side is None else side.stored for side in reports]
         weight = sum(side.weight for side in reports if side is not None and side.stored)
@@ -240,7 +250,10 @@ class Join:
         bias: bool,
         device: torch.device,
     ) -> None:
-        """Set `total.columns` to the rows of all processes: all of their features, or this process's share of them."""
+        """Set `total.columns` to the tokens of all processes as columns: with all features, or this process's share ("gram").
+
+        `counts`: number of tokens of each process; `dtype`: that in which rows are sent if they are not all alike.
+        """
         if self.exchange is None:
             assert moment is not None
             total.columns = moment.columns(bias)
@@ -265,7 +278,7 @@ class Join:
         total.columns = rows.mT
 
     def _table(self, spec: Spec) -> tuple[Tensor | None, float]:
-        """Summed weights of lookups over processes, by table row [V] and of all rows; (None, 0) without a table."""
+        """(summed weights of lookups over all processes by table row [V], their total); (None, 0) without a table."""
         reports = [report[spec.name] for report in self._table_reports if spec.name in report]
         if not reports:
             return None, 0.0
@@ -295,7 +308,7 @@ def _reason(form: str, softmax: bool, width: int, keep: StoragePolicy, stored: i
 
 
 def _sum_together(wanted: Mapping[str, Tensor], exchange: Exchange) -> dict[str, Tensor]:
-    """{name: tensor summed over processes}: small ones of a dtype in one all-reduce."""
+    """{name: tensor summed over processes}; tensors of at most `FLAT` entries and one dtype share an all-reduce."""
     found: dict[str, Tensor] = {}
     small: dict[torch.dtype, list[str]] = {}
     for name, t in wanted.items():

@@ -1,7 +1,7 @@
-"""The report of a process on its sums of a refresh, from which all processes decide together how to join them.
+"""The report of a process on its sums of a refresh, from which all processes choose the same way to join them.
 
-In come the sums of one process; out goes a JSON-able dict with the shapes, counts, weights and dtypes of every side.
-`Exchange.gather_messages` gathers the reports of all ranks, and nothing that only one process knows decides a collective.
+The input is the sums of one process; the output is a JSON-able dict with shapes, token counts, weights and dtypes of every
+side. `Exchange.gather_messages` sends it to all ranks; collectives depend on the reports of all ranks only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ ROLES = ("inputs", "gradients", "probabilities", "table_gradients")
 
 @dataclass(frozen=True)
 class RankReport:
-    """Facts on the sum of one side of a block on one process, as plain values that are sent in this order."""
+    """Facts on one sum of a block (such as that of its inputs) on one process, as plain values that are sent in this order."""
 
     width: int
     seen: int
@@ -34,13 +34,17 @@ class RankReport:
     dtype: str
     """Name of the dtype of the sum, or of its rows once they are converted to float32 or float64."""
     plain: tuple[str, float] | None
-    """(dtype name, factor) of rows that can be sent unchanged; None: they have weights or several parts."""
+    """(dtype name, factor still to multiply) of rows that can be sent unchanged; None: they have weights or several parts."""
     group: int
-    """Number of the first block on this process that has the same inputs."""
+    """Position (in the order of blocks) of the first block on this process that has the same inputs."""
 
 
 def sums_report(kronecker: Mapping[str, BlockSums], remainder: Mapping[str, Tensor]) -> dict[str, Any]:
-    """A JSON-able report on this process's sums, from which all processes decide how to join them. One wait for the device."""
+    """A JSON-able report on this process's sums of K-FAC blocks and of other parameters. One device synchronisation.
+
+    "sides": the `RankReport` values of each block and role, None without a sum; "tables": {block: [dtype, Σ weights]} of
+    embedding lookups; "remainder": {parameter: dtype}.
+    """
     slots = [(name, getattr(block, role)) for name, block in kronecker.items() for role in ROLES]
     moments = [moment for _, moment in slots if moment is not None]
     tables = {name: block for name, block in kronecker.items() if block.counts_V is not None}
@@ -101,7 +105,7 @@ def _side_report(moment: TokenMoment, weight: float, group: int) -> RankReport:
 
 
 def _input_groups(kronecker: Mapping[str, BlockSums]) -> dict[str, int]:
-    """{block: number of the first block whose inputs are the same tensors}."""
+    """{block: position of the first block whose inputs are the same tensors}."""
     firsts: list[tuple[int, TokenMoment]] = []
     found: dict[str, int] = {}
     for number, (name, block) in enumerate(kronecker.items()):

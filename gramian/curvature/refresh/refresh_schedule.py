@@ -1,4 +1,4 @@
-"""Steps of a K-FAC object: which of them refresh, with which seeds, and how its processes announce that they take part.
+"""Steps of a K-FAC object: which of them refresh the factors, their seeds, and how errors are passed between processes.
 
 Every capture and collection is one step, counted on all processes alike. A step refreshes if `update_freq` steps have passed
 since the last refresh, or if the user forces it.
@@ -16,7 +16,10 @@ from gramian.parallel.rendezvous import Rendezvous, next_number
 
 
 def model_exchange(state: CurvatureState, model: nn.Module) -> Exchange | None:
-    """Collectives among the processes that will add their sums to this one's, found now; None: this process alone."""
+    """Collectives among the processes that share this model's data and add their sums; None: this process alone.
+
+    The processes are looked up at this call; `kfac_distributed_reduce="none"` on several processes logs a warning once.
+    """
     root = module_of(model)
     group = group_of(model, root, state.process_group)
     state.world_size = world_size(group)
@@ -30,13 +33,16 @@ def model_exchange(state: CurvatureState, model: nn.Module) -> Exchange | None:
 
 
 def default_exchange(state: CurvatureState) -> Exchange | None:
-    """Collectives among the user's process group, or all processes, where no model is known; None: this process alone."""
+    """Collectives among the user's process group, or all processes, if there is no model to ask; None: this process alone."""
     joined = state.options.kfac_distributed_reduce != "none"
     return exchange_of(state.process_group, torch.device("cpu")) if joined else None
 
 
 def begin_step(state: CurvatureState, force: bool, exchange: Exchange | None) -> bool:
-    """Count a step, draw its seeds if it refreshes, and return whether it does. The counter is the same on all processes."""
+    """Count a step and return whether it refreshes: there was no refresh, or `update_freq` steps have passed, or `force`.
+
+    If it does, its seeds are drawn. `exchange`: the processes that share the step; None: this process alone.
+    """
     step, state.steps = state.steps, state.steps + 1
     due = state.last_refresh is None or step - state.last_refresh >= state.options.update_freq
     due = due or force
@@ -48,7 +54,10 @@ def begin_step(state: CurvatureState, force: bool, exchange: Exchange | None) ->
 
 
 def reject_step(state: CurvatureState, due: bool, exchange: Exchange | None, error: GramianError) -> None:
-    """Undo a step whose arguments were wrong, unless other processes counted it: then they learn why this one is absent."""
+    """Undo the count of a step whose arguments were wrong, if this process is alone (`exchange` None).
+
+    Otherwise the step stays counted, as on the other processes; if it refreshes (`due`), `error` is sent to them.
+    """
     if exchange is None:
         state.steps -= 1
         assert state.generator_before_step is not None
@@ -58,7 +67,10 @@ def reject_step(state: CurvatureState, due: bool, exchange: Exchange | None, err
 
 
 def drop_refresh(state: CurvatureState, reason: str, lenient: bool = False) -> None:
-    """Record and log that a refresh failed and the old factors stay; if `lenient` and the option `strict`, raise."""
+    """Record and log that a refresh failed for `reason` and the old factors stay.
+
+    `lenient`: no error is raised for this reason, unless the option `strict` is on; then a GramianError is raised here.
+    """
     state.capturing = False
     again = bool(state.dropped) and state.dropped[-1]["step"] == state.steps - 2
     state.dropped.append({"step": state.steps - 1, "reason": reason})
@@ -68,14 +80,17 @@ def drop_refresh(state: CurvatureState, reason: str, lenient: bool = False) -> N
 
 
 def fail_refresh(state: CurvatureState, exchange: Exchange | None, reason: str, detail: str = "") -> None:
-    """Record a failed refresh whose error this process raises, and let all other processes raise as well."""
+    """Record a failed refresh whose error this process raises; send `reason` + `detail` to the others, which raise too."""
     drop_refresh(state, reason)
     if exchange is not None:
         refresh_rendezvous(state, exchange).decline(reason + detail)
 
 
 def refresh_rendezvous(state: CurvatureState, exchange: Exchange, back: int = 0) -> Rendezvous:
-    """The `Rendezvous` at which processes announce that they will join their sums, of the refresh `back` before this one."""
+    """The `Rendezvous` at which processes announce that they will join their sums.
+
+    `back`: 0 for the current refresh, 1 for the one before it.
+    """
     if state.group_number is None or state.group_number[0] is not exchange.group:
         state.group_number = (exchange.group, next_number(exchange.group))
     return Rendezvous(exchange.group, f"K-FAC {state.group_number[1]}, refresh {state.shared_refreshes - back}")

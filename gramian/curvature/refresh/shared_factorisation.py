@@ -1,15 +1,16 @@
 """Factorisations shared among processes that have the same factors: each is computed by one process and broadcast.
 
-Legend: W processes, n side of a factorised matrix: N of a dense factor, T of a low-rank one, whose Gram matrix all have.
+Legend: W processes, n side of the matrix that is factorised: the width of a dense factor, or the number of tokens of a low-rank
+one (its Gram matrix), o×m the shape of a weight.
 
 Eigenpairs (9n³ FLOPs) and Cholesky factors (n³/3) are assigned when they are first needed, the most expensive first, each to
-the process with the least work so far: no process does more than its fair share and one more. The result is broadcast, n²
-entries once a refresh. The alternative, to leave it where it was computed and send the gradients it was applied to, costs o·m
-entries for each side at every step, and every step waits for the owners of both sides in turn; factors are n² on every
-process anyway.
+the process with the least work so far: no process computes more than its fair share plus one. The result is broadcast: n²
+entries once a refresh. The alternative, to leave it where it was computed and to send gradients there, costs o·m entries for
+each of A and G at every step, and every step waits for the owner of A and then for that of G; each process stores n² entries
+of the factor anyway.
 
-Not shared, but computed by every process: systems of a side that layers share at different dampings (one damping is stored at a
-time), those of an exact softmax head whose rows are sharded, and the shifted systems behind fractional powers of such heads.
+Computed by every process instead: the Cholesky factors of an A that layers with different damping share (a factor stores one
+damping at a time), those of an exact softmax head whose rows are sharded, and the systems for fractional powers of such heads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ from gramian.parallel.exchange import Exchange
 
 @dataclass(frozen=True)
 class FactorisationTask:
-    """One factorisation (`what`: "eigen" or "solve") of one side of a block, which one process computes."""
+    """One factorisation of a block's A or G that one process computes: "eigen" (eigenpairs) or "solve" (Cholesky)."""
 
     block: Block
     side: str
@@ -44,18 +45,18 @@ class FactorisationTask:
 
     @property
     def damping(self) -> float:
-        """λ that is added to this task's side."""
+        """λ that the block's damping adds to this task's factor (A or G)."""
         assert self.block.damping is not None
         return self.block.damping.lambda_A if self.side == "A" else self.block.damping.lambda_G
 
     @property
     def sharded(self) -> bool:
-        """True if the matrix to factorise is a sum over processes, because the factor's rows are sharded."""
+        """True if the factor's rows are sharded, so that the Gram matrix to factorise is a sum over processes."""
         factor = self.factor
         return isinstance(factor, LowRank | DiagonalLowRank) and factor.columns.others is not None
 
     def sum_gram(self) -> None:
-        """Form the Gram matrix that is factorised, summed over processes; it stays in memory until then. Collective."""
+        """Form the Gram matrix of a low-rank factor, summed over processes, and store it for the factorisation. Collective."""
         factor = self.factor
         assert isinstance(factor, LowRank)
         factor.columns.gram(exact=self.what == "eigen" or not factor.coarse(self.damping))
@@ -70,16 +71,18 @@ class SharedFactorisation:
         self.here = 0
         """Number of factorisations that this process computed for all."""
         self.all = 0
-        """Number of factorisations that all processes computed together."""
+        """Number of factorisations of all processes in total, each counted once."""
         self._asked: set[tuple[Any, ...]] = set()
         self._done: set[tuple[Any, ...]] = set()
 
     def factorise(
         self, blocks: Mapping[str, Block], dtypes: Mapping[str, torch.dtype], power: float, first_jitter: float
     ) -> None:
-        """Compute and share the factorisations that (F + damping)^power uses. Collective; repeated calls cost nothing.
+        """Compute and share the factorisations that (F + damping)^power uses; on one process do nothing. Collective.
 
-        The blocks are the same on all processes; `dtypes`: {name: dtype in which a block is multiplied with its gradient}.
+        An equal later call returns at once. `blocks` and `power` must be the same on all processes, else all raise a
+        GramianError; so they do if a factorisation fails. `dtypes`: {block: dtype in which it multiplies its gradient};
+        `first_jitter`: first Cholesky jitter, relative to the mean diagonal.
         """
         if self.exchange is None:
             return
@@ -142,7 +145,10 @@ class SharedFactorisation:
     def _broadcast(
         self, task: FactorisationTask, owner: int, about: Mapping[str, Any], given: Sequence[Tensor]
     ) -> None:
-        """Send a factorisation from the process `owner`, which computed it, to all others, which store it."""
+        """Send the tensors `given` of a factorisation from the process `owner` to all others, which store them.
+
+        `about` describes their shapes and dtypes; `given` is empty on the other processes.
+        """
         assert self.exchange is not None
         factor, taken = task.factor, []
         for number, (shape, dtype) in enumerate(about["tensors"]):
@@ -159,7 +165,7 @@ def _request(call: tuple[Any, ...]) -> list[list[str]]:
 
 
 def _refuse_different(requests: Sequence[Sequence[Sequence[str]]]) -> None:
-    """Raise a GramianError, on all processes, if their requests differ: they would wait in different collectives."""
+    """Raise a GramianError, on all processes, if their requests (see `_request`) differ: their collectives would not match."""
     for rank, request in enumerate(requests):
         if request != requests[0]:
             different = {tuple(entry) for entry in request} ^ {tuple(entry) for entry in requests[0]}
@@ -171,7 +177,10 @@ def _refuse_different(requests: Sequence[Sequence[Sequence[str]]]) -> None:
 
 
 def assign(costs: Sequence[float], size: int) -> list[int]:
-    """The process of each task: the most expensive first, each to the least loaded; no load exceeds Σ costs/W + the largest."""
+    """Assign tasks with these costs to `size` processes and return the process of each task.
+
+    The most expensive task comes first, each goes to the least loaded process; no load exceeds Σ costs/`size` + the largest.
+    """
     loads, found = [0.0] * size, [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         found[i] = min(range(size), key=lambda rank: (loads[rank], rank))
@@ -180,7 +189,10 @@ def assign(costs: Sequence[float], size: int) -> list[int]:
 
 
 def _wanted(blocks: Mapping[str, Block], power: float) -> list[tuple[str, str, What]]:
-    """(block name, side, "eigen" or "solve") of each factorisation that this power uses, each factor once."""
+    """(block name, side, "eigen" or "solve") of each factorisation that this power uses and one process can compute for all.
+
+    A factor that several blocks share is listed once.
+    """
     found: dict[tuple[int, What], tuple[str, str, What]] = {}
     dampings: dict[int, set[float]] = {}
     for name, block in blocks.items():
@@ -202,7 +214,7 @@ def _free_gram(factor: Factor) -> None:
 
 
 def _result(task: FactorisationTask, problem: str) -> tuple[list[Tensor], dict[str, Any]]:
-    """The tensors of a factorisation, and a JSON-able description of them or of the `problem`."""
+    """(tensors of a factorisation, JSON-able description of them); after a `problem` no tensors, and its text."""
     if not problem:
         try:
             tensors, work = made(task.factor, task.what)

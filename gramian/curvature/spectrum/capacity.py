@@ -8,7 +8,7 @@ The eigenvalues of a block G ⊗ A are all products α_j·σ_i, so sums over the
 | frobenius | √(Σα²·Σσ²) | √Σ² |
 | max_eigenvalue | α_max·σ_max | max |
 | participation_ratio | tr²/‖F‖_F² | (Σtr)²/Σ‖·‖_F² |
-| entropy_rank | exp(H_A + H_G), H the entropy of λ/Σλ | exp(Σ_b w_b(H_b − log w_b)), w_b = tr_b/tr |
+| entropy_rank | exp(H_A + H_G), H the entropy of normalised eigenvalues | exp(Σ_b w_b(H_b − log w_b)), w_b = tr_b/tr |
 | stable_rank | ‖F‖_F²/λ_max² | the same |
 | numerical_rank | eigenvalues above rank_rtol·λ_max, rank_rtol = max(o, m)·ε, or the rounding of stored sides | Σ |
 | log_det | Σ_ij log(α_jσ_i + λ) | Σ |
@@ -16,7 +16,9 @@ The eigenvalues of a block G ⊗ A are all products α_j·σ_i, so sums over the
 | condition_number | (λ_max + λ)/(λ_min + λ) | the same |
 | pac_bayes | √(tr/n): a heuristic, no bound | the same |
 
-The o·m eigenvalues of EK-FAC have the same metrics, as those of a block with one side.
+α_j and σ_i are the eigenvalues of A [m, m] and G [o, o], λ is the damping, λ_max and λ_min are the extreme eigenvalues of F.
+Sums in the last column run over the blocks b. The o·m eigenvalues of EK-FAC have the same metrics, as those of a block with
+one side.
 
 Nothing is damped, clipped or cut off except where λ is written, and nothing is added to a denominator. Ranks of a zero matrix
 are 0. Cost beyond the spectra (`side_spectra`): o·m logarithms and exponentials a block, `spectrum_products.CHUNK` at a time.
@@ -48,7 +50,7 @@ HEURISTIC = "heuristic: √(trace/n), no bound"
 
 
 class SpectrumEstimate(NamedTuple):
-    """A number and a bound on its error; 0: exact up to rounding."""
+    """A number and a bound on its error; error 0: exact up to rounding."""
 
     value: float
     error: float = 0.0
@@ -56,7 +58,7 @@ class SpectrumEstimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Sums over the eigenvalues λ of one block or several, relative to the largest, λ_max."""
+    """Sums over the eigenvalues λ of one block or of several together, relative to the largest eigenvalue λ_max."""
 
     largest: float
     log_largest: float
@@ -87,7 +89,8 @@ def capacity_metrics(
 ) -> dict[str, Any]:
     """{"layers": {name: metrics}, "model": metrics and coverage} of the blocks' Fisher, λ = `damping`. Collective.
 
-    `n` is the number of samples for pac_bayes (None: without it), `group` the processes that have the same factors.
+    `n` is the number of samples for pac_bayes (None: without it), `group` the processes that have the same factors (None: this
+    process alone); a GramianError is raised on all if their arguments differ.
     """
     _check_same_request(group, {"asked": "capacity metrics", "damping": damping, "n": n})
     with torch.no_grad():
@@ -106,7 +109,8 @@ def top_eigenvalues(blocks: Mapping[str, Block], k: int, group: Exchange | None)
     """The k largest eigenvalues of all blocks together, [k], descending, float64 on the CPU. Collective.
 
     A heap over the sorted spectra of both sides: O(k log k) beyond the spectra, no eigenvectors. Lanczos is used only for sides
-    that are too wide for a dense matrix.
+    that are too wide for a dense matrix. `group`: the processes that have the same factors; None: this process alone. A
+    GramianError is raised if k exceeds the number of all eigenvalues, or differs between processes.
     """
     _check_same_request(group, {"asked": "top eigenvalues", "k": k})
     directions = sum(block.G.dim * (1 if block.A is None else block.A.dim) for block in blocks.values())
@@ -122,7 +126,7 @@ def top_eigenvalues(blocks: Mapping[str, Block], k: int, group: Exchange | None)
 
 
 def coverage_of(specs: Mapping[str, Spec], blocks: Mapping[str, Block], rest: Mapping[str, int]) -> dict[str, float]:
-    """{"parameters": count, "kronecker", "block", "diagonal", "none": shares of the trained parameters}.
+    """{"parameters": number of trained parameters, "kronecker", "block", "diagonal", "none": their shares by approximation}.
 
     `specs` are all blocks, `blocks` those with factors, `rest` is {trained parameter in no block: its size}.
     """
@@ -135,7 +139,7 @@ def coverage_of(specs: Mapping[str, Spec], blocks: Mapping[str, Block], rest: Ma
 
 
 def _check_same_request(group: Exchange | None, request: Mapping[str, Any]) -> None:
-    """Raise a GramianError, on all processes, if their requests differ: they would wait in different collectives."""
+    """Raise a GramianError, on all processes, if their requests differ: their collectives would not match."""
     if group is None:
         return
     first, *rest = group.gather_messages(request)
@@ -152,13 +156,16 @@ def _check_same_request(group: Exchange | None, request: Mapping[str, Any]) -> N
 
 
 def _factors(blocks: Mapping[str, Block]) -> list[Factor]:
-    """The factors of the blocks whose eigenvalues are K-FAC's, not EK-FAC's, each factor once."""
+    """The factors of the blocks without EK-FAC eigenvalues; a factor that blocks share is listed once."""
     plain = [block for block in blocks.values() if block.correction is None]
     return list({id(f): f for block in plain for f in block.factors.values()}.values())
 
 
 def _pair(block: Block, sides: Mapping[int, SideSpectrum]) -> tuple[SideSpectrum, SideSpectrum]:
-    """The spectra of A and G whose products are the block's eigenvalues; (1, all eigenvalues) for EK-FAC."""
+    """The spectra of A and G, whose products are the block's eigenvalues; `sides` is {id of a factor: its spectrum}.
+
+    For EK-FAC: the spectrum {1}, and one with all eigenvalues of the block.
+    """
     if block.correction is not None:
         values = block.correction.values_RS
         return ONE, SideSpectrum.of(
@@ -168,7 +175,10 @@ def _pair(block: Block, sides: Mapping[int, SideSpectrum]) -> tuple[SideSpectrum
 
 
 def _measure(A: SideSpectrum, G: SideSpectrum, damping: float, widest: int, device: torch.device) -> Spectrum:
-    """The `Spectrum` of G ⊗ A from those of both sides, at λ = `damping`; `widest`: the larger of both sides."""
+    """The `Spectrum` of G ⊗ A from those of both sides, at λ = `damping`; `widest`: the larger of the widths o and m.
+
+    Damped sums are computed on `device`.
+    """
     rtol = max(widest * max(A.eps, G.eps), A.noise + G.noise)
 
     def sums(a: Values, g: Values) -> tuple[float, float, float]:
@@ -193,7 +203,10 @@ def _measure(A: SideSpectrum, G: SideSpectrum, damping: float, widest: int, devi
 
 
 def _estimates(A: SideSpectrum, G: SideSpectrum, function: Any) -> list[SpectrumEstimate]:
-    """Every value of `function` of two spectra; where one is a quadrature, the mean over its probes, with an error."""
+    """Each of the numbers that `function`(values of A, values of G) returns, as an estimate.
+
+    Where a spectrum is a stochastic quadrature, the number is the mean over its probes, with an error.
+    """
     fine = list(zip(*(function(a, g) for a, g in _pairs(A.parts, G.parts)), strict=True))
     if not (A.coarse or G.coarse):
         return [SpectrumEstimate(values[0]) for values in fine]

@@ -1,9 +1,9 @@
-"""Spectra of the sides of blocks: all eigenvalues in float64, one matrix at a time, distributed over processes.
+"""Spectra of the sides (A and G) of blocks: all eigenvalues in float64; each process decomposes one matrix at a time.
 
 Spectra are those of the stored matrix; earlier decompositions in other precisions are not used. Eigenvectors are not computed.
 A matrix is decomposed on its device or, where that has too little memory, on the CPU.
 
-Legend: n side, r columns of a low-rank one, W processes.
+Legend: n width of a side, r columns of a low-rank one, W processes.
 
 | side | matrix that is decomposed | bytes while it is |
 |---|---|---|
@@ -43,9 +43,9 @@ class SideSpectrum:
     squares: float
     """Σ (σ/σ_max)² over all eigenvalues σ, σ_max the largest."""
     parts: tuple[Values, ...]
-    """All eigenvalues as one `Values`; for an estimate one quadrature per random probe."""
+    """All eigenvalues as one `Values`; for an estimated spectrum the quadrature (nodes, weights) of each random probe."""
     coarse: tuple[Values, ...] = ()
-    """Quadratures after half the Lanczos steps, which show the error; empty for exact eigenvalues."""
+    """The quadratures after half the Lanczos steps, from which the error is estimated; empty for exact eigenvalues."""
     largest_error: float = 0.0
     smallest_error: float = 0.0
     eps: float = torch.finfo(torch.float64).eps
@@ -66,9 +66,10 @@ ONE = SideSpectrum.of(Values.of(torch.ones(1, dtype=torch.float64)))
 
 
 def sides_of(factors: Sequence[Factor], group: Exchange | None) -> dict[int, SideSpectrum]:
-    """{id of a factor: its `SideSpectrum`}, without those that must be estimated. Collective; an error is raised on all.
+    """{id of a factor: its `SideSpectrum`}, without those for which `is_estimated` is True. Collective.
 
-    W matrices at a time, the largest first: every process of the group decomposes one and sends its eigenvalues to all.
+    W matrices at a time, the largest first: every process of the group decomposes one and sends its eigenvalues to all. `group`
+    None: this process alone. An error on one process is raised on all as a GramianError.
     """
     found: dict[int, SideSpectrum] = {}
     decomposed: list[Dense | LowRank | DiagonalLowRank] = []
@@ -94,7 +95,7 @@ def is_estimated(one: Factor) -> bool:
 
 
 def estimate(one: Factor) -> SideSpectrum:
-    """The spectrum of a factor that `is_estimated`: trace and Frobenius norm exact, the rest with errors.
+    """The spectrum of a factor for which `is_estimated` is True: trace and Frobenius norm exact, the rest with errors.
 
     Collective for sharded rows.
     """
@@ -123,7 +124,10 @@ def estimate(one: Factor) -> SideSpectrum:
 
 
 def leading(one: Factor, k: int) -> Values:
-    """The k largest eigenvalues of a factor that `is_estimated`; sets `work.error_bound`. Collective for sharded rows."""
+    """The k largest eigenvalues of a factor for which `is_estimated` is True; their relative error is stored in its `work`.
+
+    Collective for sharded rows.
+    """
     assert isinstance(one, DiagonalLowRank)
     values, residual = wide_side_spectra.leading(one, min(k, one.dim))
     one.work.error_bound = residual / float(values[0]) if float(values[0]) else 0.0
@@ -131,7 +135,7 @@ def leading(one: Factor, k: int) -> Values:
 
 
 def _round(together: Sequence[Dense | LowRank | DiagonalLowRank], group: Exchange | None) -> list[Tensor]:
-    """Eigenvalues, descending, of each of the factors, at most one per process. Collective."""
+    """Eigenvalues, descending, of each of the factors; factor i is decomposed by process i of the group. Collective."""
     if group is None:
         return [_eigenvalues(_matrix(one)) for one in together]
     mine: Tensor | None = None
@@ -169,7 +173,10 @@ def _matrix(one: Dense | LowRank | DiagonalLowRank) -> Tensor:
 
 
 def _eigenvalues(matrix_NN: Tensor) -> Tensor:
-    """All eigenvalues of a matrix, descending, on the CPU; computed on its device if there is room. 4n³/3 FLOPs."""
+    """All eigenvalues of a matrix, descending, on the CPU; computed on its device if there is room. 4n³/3 FLOPs.
+
+    If that fails, on the CPU, then by singular values; a GramianError if all fail, or the matrix is not finite.
+    """
     if not bool(matrix_NN.isfinite().all()):
         raise GramianError("eigenvalues: the matrix holds NaN or infinity; expected finite numbers")
     here, cpu = matrix_NN.device, torch.device("cpu")
@@ -195,12 +202,12 @@ def _has_room(device: torch.device, n: int) -> bool:
 
 
 def _side(one: Factor) -> int:
-    """Side of the matrix that is decomposed for a factor: its rank if it is low rank, else its dimension."""
+    """Number of rows of the matrix that is decomposed for a factor: its rank if it is low rank, else its dimension."""
     return one.rank if isinstance(one, LowRank) else one.dim
 
 
 def _cancelled(one: Factor) -> float:
-    """The rounding error of a zero eigenvalue of diag(d) − U Uᵀ, n·ε·max d; 0 for factors without a subtraction."""
+    """The rounding error of a zero eigenvalue of diag(d) − U Uᵀ, n·ε·max d with float64's ε; 0 for all other factors."""
     if not isinstance(one, DiagonalLowRank) or one.sign > 0:
         return 0.0
     return one.dim * torch.finfo(torch.float64).eps * float(one.values_N.max())
@@ -211,7 +218,7 @@ def _rounding(one: Factor) -> float:
 
 
 def _with_noise(side: SideSpectrum, one: Factor) -> SideSpectrum:
-    """The spectrum with `noise` set from the error E of storing: ‖E‖_F for a matrix, ‖E‖_F² for low-rank columns."""
+    """The spectrum with `noise` set from the rounding error E of the stored factor: ‖E‖_F, or ‖E‖_F² for low-rank columns."""
     error = float(one.quantisation_error)
     noise = (error / 2) ** 2 * side.mass if isinstance(one, LowRank) else error * side.squares**0.5
     return replace(side, noise=noise)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 2**20
-"""Number of products that are formed at a time: three tensors of 8 MB."""
+"""Largest number of products that are formed at a time: three float64 tensors of 8 MB."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,10 @@ class Values:
 
     @classmethod
     def of(cls, values_R: Tensor, dim: int | None = None, weights_R: Tensor | None = None) -> "Values":
-        """The positive ones of these eigenvalues, sorted; `dim`: number of all eigenvalues, None: the number of values."""
+        """`Values` of these eigenvalues: the positive ones, sorted. `dim`: number of all eigenvalues; None: len(values_R).
+
+        `weights_R`: their multiplicities; None: all are 1.
+        """
         values, order = values_R.detach().to("cpu", torch.float64).sort(descending=True)
         count = int((values > 0).sum())
         weights = None if weights_R is None else weights_R.to("cpu", torch.float64)[order[:count]]
@@ -69,7 +72,10 @@ def damped_sums(left: Values, right: Values, damping: float, device: torch.devic
 
 
 def count_above(left: Values, right: Values, share: float) -> float:
-    """Number of products σα of two spectra above `share` times the largest. O((R + S) log S), no product is formed."""
+    """Number of products σα of two spectra that exceed `share` times the largest, by multiplicities.
+
+    O((R + S) log S): a binary search, no product is formed.
+    """
     if not (len(left.positive_R) and len(right.positive_R)):
         return 0.0
     sigma, alpha = (side.positive_R / side.positive_R[0] for side in (left, right))

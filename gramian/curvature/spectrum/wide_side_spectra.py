@@ -1,10 +1,10 @@
-"""Spectra of sides diag(d) ± U Uᵀ that are too wide for a dense matrix: the exact softmax head, a tied head and embedding.
+"""Spectra of factors diag(d) ± U Uᵀ that are too wide for a dense matrix: an exact softmax head, or one tied to an embedding.
 
 Sums Σ_i f(σ_i) come from stochastic Lanczos quadrature: for a random z of ±1, K steps of Lanczos give nodes θ and weights w
 with zᵀf(M)z ≈ Σ_k w_k f(θ_k), and E zᵀf(M)z = Σ_i f(σ_i). Single eigenvalues come from Lanczos.
 
-Legend: n side, r columns of U, P probes, K steps, k eigenvalues. All processes draw the same probes from a seed, so processes
-that shard the rows of U take the same steps.
+Legend: n width, r columns of U, P probes (vectors z), K steps, k eigenvalues. All processes draw the same probes from a seed,
+so processes that shard the rows of U compute the same steps.
 """
 
 import torch
@@ -36,9 +36,9 @@ class WideSide(Operator):
 def quadrature(factor: DiagonalLowRank) -> tuple[tuple[Values, ...], tuple[Values, ...]]:
     """Stochastic Lanczos quadrature of a factor: nodes and weights of each probe, after K steps and after K/2.
 
-    Unlike `linalg.quadrature`, no basis is stored for reorthogonalisation, since n is large: a node whose direction recurs is
-    split into two with the same sum. A probe whose Krylov space is exhausted continues with zeros, which get no weight. Cost:
-    4·n·r·P·K FLOPs, 4·8·n·P bytes.
+    Unlike `linalg.quadrature`, no basis is stored for reorthogonalisation, since n is large: a direction that recurs splits its
+    node into two whose weights have the same sum. A probe whose Krylov space is exhausted continues with zeros, which get no
+    weight. Cost: 4·n·r·P·K FLOPs, 4·8·n·P bytes.
     """
     n, side = factor.dim, WideSide(factor)
     generator = torch.Generator().manual_seed(SEED)
@@ -63,7 +63,10 @@ def quadrature(factor: DiagonalLowRank) -> tuple[tuple[Values, ...], tuple[Value
 
 
 def _gauss(alpha_PK: Tensor, beta_PK: Tensor, n: int) -> tuple[Values, ...]:
-    """Nodes and weights (sum n) of every probe, from the diagonals α and off-diagonals β of Lanczos' tridiagonal matrices."""
+    """Gauss quadrature of P Lanczos probes, one `Values` each: nodes, and weights that sum to n.
+
+    α and β are the diagonals and off-diagonals of the probes' tridiagonal matrices.
+    """
     beta_PK = beta_PK[:, :-1]
     matrices = alpha_PK.diag_embed() + beta_PK.diag_embed(1) + beta_PK.diag_embed(-1)
     nodes_PK, vectors = torch.linalg.eigh(matrices)

@@ -1,11 +1,13 @@
 """Merge several models into one: an average of their parameters, weighted by each model's Fisher.
 
-Every model k with parameters θ_k and Fisher F_k is a Gaussian with precision w_k (F_k + λI); the mode of their product solves
+Every model k with parameters θ_k, Fisher F_k and weight w_k is a Gaussian over parameters with mean θ_k and precision
+w_k (F_k + λI); the mode of their product solves
 
     Σ_k w_k (F_k + λI) θ = Σ_k w_k (F_k + λI) θ_k.
 
 With diag F this is an elementwise weighted mean (Matena and Raffel 2022). With the Kronecker blocks of K-FAC it is a linear
-system, solved by conjugate gradients from the plain mean with the preconditioner Σ_k w_k (F_k + damping_k)⁻¹.
+system, solved by conjugate gradients from the weighted mean Σ_k w_k θ_k / Σ_k w_k, with the preconditioner
+Σ_k w_k (F_k + damping_k)⁻¹, damping_k as in the options of K-FAC object k.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,11 +33,11 @@ class Average:
     """The averaged parameters of several models, and how exactly the equation for them was solved."""
 
     parameters: Vector
-    """{first name: average} of every parameter; use `model.load_state_dict(average.parameters, strict=False)`."""
+    """{name: average} of every parameter, tied ones once; use `model.load_state_dict(average.parameters, strict=False)`."""
     plain: tuple[str, ...]
-    """Names of parameters without any Fisher, for which the weighted mean was taken."""
+    """Names of parameters for which no model has a Fisher; they are the weighted mean."""
     residual: float = 0.0
-    """Norm of the residual of the linear system, divided by that of the plain mean; 0 for diagonals, which are solved directly.
+    """Residual norm of the linear system, divided by that at the weighted mean; 0 for `diagonal_average`, which solves exactly.
     """
     steps: int = 0
     """Number of steps of conjugate gradients."""
@@ -50,7 +52,7 @@ def diagonal_average(
 ) -> Average:
     """θ = Σ_k w_k (f_k + λ) ⊙ θ_k / Σ_k w_k (f_k + λ) over models k, with f_k = diag F_k. Cost: a few reads of every model.
 
-    Entries without any Fisher (Σ f = 0, λ = 0) are the weighted mean.
+    Entries where every f_k is zero or missing, and λ = 0, are the weighted mean Σ_k w_k θ_k / Σ_k w_k.
 
     ```python
     merged = diagonal_average([model_a, model_b], [kfac_a, kfac_b])
@@ -60,8 +62,11 @@ def diagonal_average(
     Args:
         models: models of one architecture.
         fishers: for each model its K-FAC factors or {parameter: diag F}, as from `DiagonalFisher`.
-        weights: w_k; None: 1.
+        weights: w_k > 0, one for each model; None: all 1.
         damping: λ ≥ 0; a larger one moves the result towards the weighted mean.
+
+    Raises:
+        GramianError: if models, Fishers and weights do not fit each other, or a Fisher is negative or not finite.
     """
     weights, thetas = _checked(models, fishers, weights, damping, zero_allowed=True)
     diagonals = [_diagonal(fisher) for fisher in fishers]
@@ -93,7 +98,7 @@ def fisher_average(
 ) -> Average:
     """Solve Σ_k w_k (F_k + λI)(θ − θ_k) = 0 for θ, F_k the full Kronecker blocks of model k, damped by λ alone, unclipped.
 
-    Cost: a product and a natural gradient with every F_k per step; six vectors in float64.
+    It is solved by conjugate gradients. Cost: a product and a natural gradient with every F_k per step; six vectors in float64.
 
     ```python
     merged = fisher_average([model_a, model_b], [kfac_a, kfac_b], damping=1e-4)
@@ -104,8 +109,8 @@ def fisher_average(
         models: models of one architecture.
         fishers: the Fisher of each model.
         damping: λ > 0; a larger one moves the result towards the weighted mean.
-        weights: w_k; None: 1.
-        tolerance: the residual, relative to that of the plain mean, at which the solver stops.
+        weights: w_k > 0, one for each model; None: all 1.
+        tolerance: the residual, relative to that of the weighted mean of the θ_k, at which the solver stops.
         max_steps: number of steps after which the current iterate is returned, with its residual.
     """
     weights, thetas = _checked(models, fishers, weights, damping, zero_allowed=False)
@@ -128,7 +133,7 @@ def fisher_average(
         return _scaled(weights[k], _sum(_scaled(damping, vector), fishers[k].compute_fisher_vector_product(known)))
 
     def preconditioner(k: int, vector: Vector) -> Vector:
-        """w_k (F_k + damping_k)⁻¹ v for model k, and w_k v/λ for parameters without a Fisher block."""
+        """w_k (F_k + damping_k)⁻¹ v for model k with its K-FAC object's damping; w_k v/λ for parameters without a Fisher."""
         known = {name: value for name, value in vector.items() if name in shapes_of[k]}
         natural = fishers[k].compute_natural_gradient(models[k], gradients=known)
         return _scaled(weights[k], {name: natural.get(name, value / damping) for name, value in vector.items()})
@@ -161,7 +166,10 @@ def _conjugate_gradients(
     tolerance: float,
     max_steps: int,
 ) -> tuple[Vector, float, int]:
-    """Solve M x = b (`system`, `right`): x with ‖b − Mx‖ ≤ tolerance·‖b‖, ‖b − Mx‖/‖b‖ recomputed, and the number of steps."""
+    """Solve M x = b by conjugate gradients and return (x, ‖b − Mx‖/‖b‖ computed anew at the end, number of steps).
+
+    `system` multiplies by M, `right` is b; stops at ‖b − Mx‖ ≤ `tolerance`·‖b‖ or after `max_steps`.
+    """
     x, rest = _scaled(0.0, right), right
     size, steps = inner(right, right) ** 0.5, 0
     if not size:
@@ -193,7 +201,7 @@ def _diagonal(fisher: KFACNaturalGradient | Mapping[str, Tensor]) -> Mapping[str
 
 
 def _there(diagonal: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
-    """diag F of a parameter in float64; zeros like `like` if it has no Fisher."""
+    """diag F of parameter `name` in float64 on the device of `like`; zeros of its shape if it has no Fisher."""
     if name not in diagonal:
         return torch.zeros_like(like, dtype=torch.float64)
     return diagonal[name].to(like.device).double()
@@ -202,7 +210,10 @@ def _there(diagonal: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
 def _checked(
     models: Any, fishers: Any, weights: Any, damping: Any, zero_allowed: bool
 ) -> tuple[list[float], list[dict[str, Tensor]]]:
-    """(weights, {parameter: tensor} of every model), after checks of all arguments."""
+    """(weights, [{parameter: tensor} of every model]); a GramianError if an argument is wrong or the models differ.
+
+    `zero_allowed`: damping may be 0, and a Fisher may be {parameter: diag F}.
+    """
     if not isinstance(models, Sequence) or not models:
         raise GramianError("models: expected a list of at least one")
     if not isinstance(fishers, Sequence) or len(fishers) != len(models):

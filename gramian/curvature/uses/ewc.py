@@ -43,15 +43,15 @@ class EWCPenalty:
     (loss + penalty(model)).backward()  # in the second
     ```
 
-    A call costs one product with every F_k (2·o·m·(o + m) FLOPs of a dense layer), and stores the gradient until the
-    backward.
+    A call costs one product with every F_k (2·o·m·(o + m) FLOPs for a weight [o, m] with dense factors), and stores the
+    penalty's gradient until the backward.
     """
 
     def __init__(self) -> None:
         self.tasks: list[ConsolidatedTask] = []
 
     def add_task(self, kfac: KFACNaturalGradient, model: nn.Module, strength: float = 1.0) -> None:
-        """Add a task: from now on leaving the model's current parameters is penalised.
+        """Add a task: from now on `self(model)` penalises the distance from the model's current parameters.
 
         Args:
             kfac: the task's Fisher, used undamped and unclipped. The object is stored, not copied, so it must not be refreshed
@@ -66,7 +66,10 @@ class EWCPenalty:
         self.tasks.append(ConsolidatedTask(kfac, snapshot, float(strength), kfac.kfac_factors))
 
     def __call__(self, model: nn.Module) -> Tensor:
-        """The penalty at the model's parameters: 0-dim, differentiable once; an error if a task's Fisher was refreshed."""
+        """The penalty at the model's parameters: 0-dim, differentiable once.
+
+        A GramianError is raised if no task was added, or if a task's Fisher was refreshed or loaded after that.
+        """
         if not self.tasks:
             raise GramianError("tasks: there is none; expected add_task before")
         if any(task.kfac.kfac_factors is not task.blocks for task in self.tasks):
@@ -102,7 +105,7 @@ class _Quadratic(torch.autograd.Function):
 
 
 def _penalty(tasks: Sequence[ConsolidatedTask], there: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Σ_k ½·s_k·δᵀF_kδ with δ = θ − θ_k, θ = `there`, and its gradient {parameter: Σ_k s_k·F_kδ}."""
+    """(penalty Σ_k ½·s_k·δᵀF_kδ with δ = θ − θ_k, θ = `there` {parameter: tensor}, its gradient {parameter: Σ_k s_k·F_kδ})."""
     gradient = {name: torch.zeros_like(p) for name, p in there.items()}
     terms = []
     for task in tasks:

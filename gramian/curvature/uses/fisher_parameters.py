@@ -14,7 +14,7 @@ from gramian.linalg.wide import wide
 
 
 def blocks_of(kfac: Any, argument: str = "kfac") -> dict[str, Block]:
-    """{name: `Block`} of a KFACNaturalGradient; an error, naming `argument`, if it is none or has no factors."""
+    """{name: `Block`} of a KFACNaturalGradient; a GramianError, naming `argument`, for another type or without factors."""
     if not isinstance(kfac, KFACNaturalGradient):
         raise GramianError(f"{argument}: expected a KFACNaturalGradient, got {type(kfac).__name__}")
     if not kfac.kfac_factors:
@@ -23,13 +23,16 @@ def blocks_of(kfac: Any, argument: str = "kfac") -> dict[str, Block]:
 
 
 def fisher_parameters(kfac: Any) -> dict[str, tuple[int, ...]]:
-    """{name: shape} of the parameters that have a Fisher block; an error if `kfac` has no factors."""
+    """{name: shape} of the parameters that have a Fisher block; a GramianError if `kfac` has no factors."""
     specs = [block.spec for block in blocks_of(kfac).values()]
     return {name: tuple(shape) for spec in specs for name, shape in zip(spec.parameters, spec.shapes, strict=True)}
 
 
 def parameters_of(model: Any, wanted: Mapping[str, Sequence[int]] | None = None) -> dict[str, nn.Parameter]:
-    """{first name: parameter} of a model or its wrapper; an error if one of `wanted`, {name: shape}, is missing or differs."""
+    """{name: parameter} of a model, wrapped or not; tied parameters under their first name.
+
+    A GramianError is raised if a parameter of `wanted`, {name: shape}, is missing or has another shape; None: no check.
+    """
     found = dict(unique_parameters(module_of(model)))
     for name, shape in (wanted or {}).items():
         if name not in found:
@@ -45,8 +48,8 @@ def parameters_of(model: Any, wanted: Mapping[str, Sequence[int]] | None = None)
 def completed_gradient(kfac: Any, what: str, gradient: Any) -> dict[str, Tensor]:
     """{parameter: gradient} in float32 or float64, with zeros for missing parameters of a block.
 
-    (F + damping)⁻¹ g is not zero for these parameters. Error messages call the argument `what`; it must be a mapping that is
-    not empty, finite, and of parameters that have a Fisher block.
+    These are added because (F + damping)⁻¹ g is not zero for them. A GramianError, which calls the argument `what`, is raised
+    unless `gradient` is a nonempty mapping of finite tensors for parameters that have a Fisher block.
     """
     blocks = blocks_of(kfac)
     check_vector(what, gradient)

@@ -26,8 +26,8 @@ from gramian.taps.roles import Withheld
 def parameter_importance(source: KFACNaturalGradient | DiagonalFisherEstimate) -> dict[str, Tensor]:
     """diag F of every parameter that has a Fisher block, undamped: {parameter: tensor of its shape}.
 
-    For F = G ⊗ A it is G_ii·A_jj, from the diagonals of both sides: o·m products, and nothing larger than the parameter. For
-    EK-FAC it is Q_G⊙² S Q_A⊙²ᵀ, from its own eigenvalues.
+    For F = G ⊗ A it is G_ii·A_jj, from the diagonals of A and G: o·m products, and nothing larger than the parameter. For
+    EK-FAC it is Q_G⊙² S Q_A⊙²ᵀ, from its eigenvalues S [r, s] and eigenvectors Q_G, Q_A.
     K-FAC's F is that of one loss term, a diagonal estimate's that of one sample: compare entries of one source only.
 
     ```python
@@ -35,7 +35,8 @@ def parameter_importance(source: KFACNaturalGradient | DiagonalFisherEstimate) -
     ```
 
     Args:
-        source: K-FAC factors (collective where processes shard them), or an estimate of the diagonal itself.
+        source: K-FAC factors (collective where processes shard them), or an estimate of the diagonal itself; a GramianError if
+            it has no data.
     """
     if isinstance(source, DiagonalFisherEstimate):
         if not source.samples:
@@ -69,26 +70,28 @@ def _diagonal(block: Block) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class TokenImportance:
-    """Squared norms of gradients of the summed loss, by token and by row of a weight.
+    """Squared norms of the tokens' gradients of the summed loss, by token and by row of a weight.
 
-    Divided by the number of loss terms they are shares of the trace of the Fisher that K-FAC's expand setting approximates.
+    Divided by the number of loss terms they are parts of the trace of the Fisher that K-FAC ("expand") approximates.
     """
 
     layers: dict[str, Tensor]
-    """{layer: ‖g_t‖²‖a_t‖² of output gradients g_t and inputs a_t (with the bias), [B, T]}; [B, 1] if tokens are not separate.
+    """{layer: ‖g_t‖²‖a_t‖² of output gradients g_t and inputs a_t (with the bias), [B, T]}; [B, 1] for layers without tokens.
     """
     rows: dict[str, Tensor]
-    """{parameter with two axes or more: squared norms by row}, over all tokens; rows of a table or head are vocabulary entries.
+    """{parameter with two axes or more: squared gradient norm of each row, summed over all tokens}.
+
+    Rows of an embedding table or of a head are vocabulary entries.
     """
 
     @property
     def tokens(self) -> Tensor:
-        """Importance of each token, [B, T]: the sum over the layers that separate the batch's tokens."""
+        """Importance of each token, [B, T]: the sum over the layers with T tokens per sample, the most that any layer has."""
         return torch.stack([t for t in self.layers.values() if t.shape[1] == self._length]).sum(0)
 
     @property
     def untold(self) -> list[str]:
-        """Names of layers that `tokens` leaves out because they have another number of tokens."""
+        """Names of layers that `tokens` leaves out because they have fewer than T tokens per sample (a pooled layer, say)."""
         return [layer for layer, t in self.layers.items() if t.shape[1] != self._length]
 
     @property
@@ -119,9 +122,12 @@ def token_importance(
         model: a model that returns logits, alone or as `.logits`.
         batch: a mapping as Hugging Face models take it, or (inputs, labels).
         fisher_type: "empirical" (the batch's labels) or "mc" (drawn from the model).
-        n_samples: number of draws of labels, which are averaged.
-        seed: seed of the draws, keyed by row and position.
+        n_samples: number of draws of labels for "mc", over which token values are averaged.
+        seed: seed of the draws; a drawn label depends on seed, row, position and number of the draw.
         causal_shift: whether position t predicts label t+1; None: as Hugging Face does for this model.
+
+    Raises:
+        GramianError: for fisher_type "true", an empty batch, or one without labels for "empirical".
     """
     root = module_of(model)
     check_draws(fisher_type, n_samples, None)

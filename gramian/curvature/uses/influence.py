@@ -1,12 +1,14 @@
-"""Influence of training samples on a query: the change of its loss if sample i were weighted more in training.
+"""Influence of training samples on a query: the change of the query's loss if sample i had more weight in training.
 
     score_i = −g_queryᵀ (F + damping)⁻¹ g_i
 
-To first order this is the change of the query's loss per unit of weight that sample i gains in the mean training loss (Koh
-and Liang 2017, with F for the Hessian). Below zero the sample helps (the query's loss falls), above zero it harms.
+g_query and g_i are the gradients of the query's loss and of sample i's. To first order the score is the change of the query's
+loss per weight that sample i gains in the mean training loss (Koh and Liang 2017, with F for the Hessian). Below zero the
+sample helps (the query's loss falls), above zero it harms.
 
-d = (F + damping)⁻¹ g_query is computed once. An ordinary backward over training batches then gives every layer's
-⟨d, g_i⟩ = Σ_t g_tᵀ D a_t from the tokens of its tap; no per-sample gradient is stored.
+d = (F + damping)⁻¹ g_query is computed once. An ordinary backward over training batches then yields, for every layer,
+⟨d, g_i⟩ = Σ_t g_tᵀ D a_t from inputs a_t and output gradients g_t of its tokens, D being d in the weight's shape; per-sample
+gradients are not stored.
 
 Legend: B samples, T tokens, Q queries, M×N a parameter.
 """
@@ -72,14 +74,14 @@ class Influence(ByPass):
         """{parameter: (F + damping)⁻¹ g of every query gradient g, [Q, *shape]}."""
 
     def start(self, parameters: Mapping[str, ParameterInfo]) -> ScoresByPass:
-        """No scores yet; an error unless every parameter that a query depends on is trainable."""
+        """An empty dict of scores; a GramianError unless every parameter that a query depends on is trainable."""
         frozen = next((name for name in self.directions if name not in parameters), None)
         if frozen is not None:
             raise GramianError(f"queries: {frozen} does not train now; expected it to, as for the query")
         return {}
 
     def update(self, sums: ScoresByPass, record: ParameterRecord) -> None:
-        """Add one parameter's part of −g_qᵀ (F + damping)⁻¹ g_i to the scores of its pass."""
+        """Add one parameter's part of −g_qᵀ (F + damping)⁻¹ g_i, for all samples i and queries q, to the scores of its pass."""
         if record.parameter not in self.directions:
             return
         self.add(sums, record, -record.info.scale * products(record.gradient, self.directions[record.parameter]))
@@ -100,7 +102,7 @@ class InfluenceCapture(Capture):
 
     @property
     def values(self) -> Tensor:
-        """Influence scores of all samples so far, [B], or [B, Q] for Q queries; an error before the first backward."""
+        """Influence scores of all samples so far, [B], or [B, Q] for a list of Q queries; a GramianError before a backward."""
         if not self._passes:
             raise GramianError("scores: no backward has run yet; expected loss.backward() inside the block")
         found: Tensor = self[self._influence]
@@ -134,9 +136,9 @@ def influence_scores(
         queries: the gradient of a query's loss, {parameter: tensor}, or several of them; None: the current `p.grad`.
         loss_reduction: "mean" or "sum" over the samples of the batch, or the coefficient of one sample's loss.
         batch_size: B, if it is not the first axis of the model's first tensor argument.
-        sample_ids: [B] or [B, T]: the unit that each row or token belongs to; None: row i is sample i.
+        sample_ids: [B] or [B, T]: the sample that each row or token belongs to; None: row i is sample i.
         loss_scale: the factor of the loss before `backward`, or the `GradScaler` that applies it.
-        audit: compare with autograd's gradients in every backward.
+        audit: whether every backward compares the sum of the per-sample gradients with autograd's gradients.
 
     Returns:
         A context manager with `values` ([B], or [B, Q] for a list of queries; passes in order) and `coverage`.
@@ -158,13 +160,15 @@ def influence_scores(
 def products(gradient: PerSampleGradient, directions_Q: Tensor) -> Tensor:
     """Inner products ⟨d_q, g_i⟩ [B, Q] of samples' gradients with directions d [Q, *shape], without storing all g_i.
 
-    | gradient | way | FLOPs |
+    D is d_q in the weight's shape; l_t and r_t are the two vectors of token t whose outer products sum to g_i.
+
+    | gradient | algorithm | FLOPs |
     |---|---|---|
-    | linear, one query or one token | Σ_t l_tᵀ D r_t: one product and one reading | 2·B·T·M·N·Q |
+    | linear, one query or one token | Σ_t l_tᵀ D r_t: one matrix product and one elementwise sum | 2·B·T·M·N·Q |
     | linear, otherwise | g_i of some samples at a time | 2·B·M·N·(T + Q) |
-    | embedding | rows of D looked up | 2·B·T·D·Q |
+    | embedding | rows of D looked up | 2·B·T·Q·(width of a row) |
     | convolution | its own forward with D for the weight | that of the forward, Q times |
-    | anything else | g_i of some samples at a time | 2·B·N·Q |
+    | anything else, of N entries | g_i of some samples at a time | 2·B·N·Q |
     """
     directions_Q = directions_Q.to(gradient.tensors()[0].device)
     queries = len(directions_Q)
@@ -182,7 +186,7 @@ def products(gradient: PerSampleGradient, directions_Q: Tensor) -> Tensor:
 
 
 def _outer(gradient: Outer, d_MN: Tensor) -> Tensor:
-    """⟨D, g_i⟩ = Σ_t l_tᵀ D r_t, [B], for g_i = Σ_t l_t r_tᵀ; D multiplies the side that gives the smaller product."""
+    """⟨D, g_i⟩ = Σ_t l_tᵀ D r_t, [B], for g_i = Σ_t l_t r_tᵀ; D multiplies l or r, whichever makes the smaller product."""
     left, right = gradient.left_BTM, gradient.right_BTN
     d_MN = d_MN.to(wide_dtype(left, right))
     if left.shape[2] < right.shape[2]:
@@ -199,7 +203,7 @@ def _indexed(gradient: Indexed, d_VD: Tensor) -> Tensor:
 
 
 def _convolved(gradient: Convolved, d: Tensor) -> Tensor:
-    """⟨D, g_i⟩ of a convolution, [B]: Σ over positions of output gradient ⊙ (inputs convolved with D)."""
+    """⟨D, g_i⟩ of a convolution, [B]: the sum over channels and positions of output gradient ⊙ (inputs convolved with D)."""
     images, gradients = wide(gradient.images_BK).flatten(0, 1), wide(gradient.gradients_BK).flatten(0, 1)
     if not len(images):
         return images.new_zeros(gradient.batch)

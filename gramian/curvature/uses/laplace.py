@@ -72,7 +72,7 @@ class Laplace:
             kfac: the Fisher of one loss term; its own damping and clip are not used.
             model: θ is copied. Parameters without a Fisher block have no distribution and are in no sample.
             n: number of loss terms in the data (tokens, for a language model).
-            prior_precision: τ.
+            prior_precision: τ > 0, the precision (inverse variance) of the Gaussian prior on every parameter.
         """
         check_number("n", n, "positive")
         check_number("prior_precision", prior_precision, "positive")
@@ -87,7 +87,8 @@ class Laplace:
     def sample(self, generator: torch.Generator) -> dict[str, Tensor]:
         """Draw the parameters once from the posterior: {parameter: tensor}, with the dtypes and devices of the means θ.
 
-        Cost: eigenvectors of both sides of every layer once, then 4·o·m·(r_A + r_G) FLOPs a layer.
+        Cost: eigenvectors of A and G of every layer once, then 4·o·m·(r_A + r_G) FLOPs for a weight [o, m] with r_A and r_G
+        eigenvectors.
 
         Args:
             generator: the generator of the noise, on any device; float32 and float64 models draw different numbers.
@@ -105,7 +106,10 @@ class Laplace:
         """(n F + τI)^(-1/2) v, which turns white noise v into noise with the posterior's covariance.
 
         Args:
-            vector: {parameter: tensor} of every parameter that has a Fisher block.
+            vector: {parameter: tensor} of every parameter that has a Fisher block; a missing one raises a GramianError.
+
+        Returns:
+            {parameter: tensor} of the same parameters, in float32 or float64.
         """
         check_vector("vector", vector)
         missing = next((name for name in self.mean if name not in vector), None)
@@ -124,7 +128,7 @@ class Laplace:
     def log_marginal(self, log_likelihood: float, prior_mean: Mapping[str, Tensor] | None = None) -> LogMarginal:
         """The terms of log p(data) ≈ log p(data | θ) − ½τ‖θ − μ‖² + ½ P log τ − ½ log det(n F + τI), P parameters.
 
-        Cost: the eigenvalues of both sides of every layer, then o·m logarithms a layer.
+        Cost: the eigenvalues of A and G of every layer, then o·m logarithms for a weight [o, m].
 
         Args:
             log_likelihood: log p(data | θ), the sum over all n terms: minus the summed cross entropy.

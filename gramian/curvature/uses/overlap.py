@@ -1,6 +1,6 @@
 """Compare two tasks: the overlap of their Fishers, and the conflict of their gradients.
 
-Legend: n side of a factor, r columns of a low-rank one, k eigenvectors, o×m the matrix of a block.
+Legend: n rows of a factor (A or G), r columns of a low-rank one, k eigenvectors, o×m the shape of a block's weight matrix.
 """
 
 from collections.abc import Mapping
@@ -36,19 +36,20 @@ class Overlap:
 
 
 def fisher_overlap(one: KFACNaturalGradient, other: KFACNaturalGradient) -> Overlap:
-    """tr(F₁F₂)/(‖F₁‖‖F₂‖): 1 for Fishers that are equal up to a factor, 0 for Fishers of orthogonal ranges.
+    """tr(F₁F₂)/(‖F₁‖‖F₂‖): 1 for Fishers that are equal up to a factor, 0 for Fishers with orthogonal ranges.
 
     F₁ and F₂ are undamped. For Kronecker blocks tr(F₁F₂) = tr(A₁A₂)·tr(G₁G₂); traces and squared norms of the model are sums
-    over the blocks that both have. 0 where a Fisher is zero. Nothing of side o·m is formed.
+    over the blocks that both have. The result is 0 where a Fisher is zero. No matrix with o·m rows is formed. A GramianError is
+    raised if the two have no block in common, or blocks of the same name with different shapes.
 
     ```python
     overlap = fisher_overlap(kfac_of_task_1, kfac_of_task_2)
     overlap.model, overlap.layers["blocks.0.fc"]
     ```
 
-    | sides | tr(M₁M₂) | FLOPs |
+    | factors M₁ and M₂ | tr(M₁M₂) | FLOPs |
     |---|---|---|
-    | diagonal and any | Σ d_i·M_ii | 2·n (that of the diagonal) |
+    | diagonal d and any M | Σ d_i·M_ii | 2·n, beside the diagonal of M |
     | low rank U and U' | ‖UᵀU'‖² | 2·n·r·r' |
     | low rank U and dense | Σ U ⊙ (M U) | 2·n²·r |
     | dense and dense | Σ M₁ ⊙ M₂ | 2·n² |
@@ -72,17 +73,21 @@ def fisher_overlap(one: KFACNaturalGradient, other: KFACNaturalGradient) -> Over
 def subspace_overlap(one: KFACNaturalGradient, other: KFACNaturalGradient, k: int = 10) -> Overlap:
     """‖V₁ᵀV₂‖²/k, V₁ and V₂ the eigenvectors of the k largest eigenvalues of two Fishers: 1 for equal spaces, 0 if orthogonal.
 
-    Two random spaces have about k/(o·m). The k of a layer are its own largest, those of the model the largest of all layers.
-    Where a Fisher has fewer positive eigenvalues, these are compared, and the smaller number replaces k. Where the k-th is
-    repeated (equally frequent vocabulary entries), neither the space nor the result is unique.
+    Two random spaces have about k/(o·m). For a layer, V are the eigenvectors of its own k largest eigenvalues; for the model,
+    those of the k largest of all layers. If a Fisher has fewer positive eigenvalues, all of these are compared, and the smaller
+    number replaces k. If the k-th eigenvalue is repeated (equally frequent vocabulary entries), neither the space nor the
+    result is unique.
 
-    Eigenvectors of G ⊗ A are q_i ⊗ a_j, and ⟨q_i ⊗ a_j, q'_i' ⊗ a'_j'⟩ = ⟨q_i, q'_i'⟩⟨a_j, a'_j'⟩: cost beyond the
-    eigenvectors of both sides is 2·k²·(o + m) FLOPs, and no vector has the length o·m.
+    Eigenvectors of G ⊗ A are products q_i ⊗ a_j of those of G and A, and their inner products are products of two inner
+    products: beyond the eigenvectors of A and G the cost is 2·k²·(o + m) FLOPs, and no vector has the length o·m.
 
     Args:
         one: F₁.
         other: F₂, of a model with the same layers.
         k: number of eigenvectors of each.
+
+    Raises:
+        GramianError: if the two have no block in common, or blocks of the same name with different shapes.
     """
     check_count("k", k)
     shared, unshared = _shared(one, other)
@@ -97,9 +102,9 @@ def subspace_overlap(one: KFACNaturalGradient, other: KFACNaturalGradient, k: in
 def gradient_conflict(
     kfac: KFACNaturalGradient, model: nn.Module, left: Mapping[str, Tensor], right: Mapping[str, Tensor]
 ) -> Overlap:
-    """Cosine gᵀF⁻¹h/√(gᵀF⁻¹g·hᵀF⁻¹h) of two gradients, F damped; below 0 a natural step for one loss raises the other.
+    """Cosine gᵀF⁻¹h/√(gᵀF⁻¹g·hᵀF⁻¹h) of gradients g and h, F damped; below 0 a natural step for one loss raises the other.
 
-    To first order a step −ηF⁻¹g changes the loss of h by −η·hᵀF⁻¹g. Cost: two natural gradients.
+    To first order a step −ηF⁻¹g changes the loss with gradient h by −η·hᵀF⁻¹g. Cost: two natural gradients.
 
     Args:
         kfac: the metric F, damped and clipped by its options.
@@ -108,7 +113,7 @@ def gradient_conflict(
         right: h, {parameter: tensor}.
 
     Returns:
-        Cosines of every layer with a gradient, and of the model; 0 where one of the two is zero.
+        Cosines of every block with a gradient, and of the model; 0 where one of the two gradients is zero or missing.
     """
     gradients = [completed_gradient(kfac, "left", left), completed_gradient(kfac, "right", right)]
     natural = [kfac.compute_natural_gradient(model, gradients=gradient) for gradient in gradients]
@@ -125,14 +130,17 @@ def gradient_conflict(
 
 
 def _normalised(left: float, across: float, right: float) -> float:
-    """across/√(left·right), a cosine from three products; 0 where left or right is zero."""
+    """across/√(left·right), the cosine of x and y with left = ⟨x, x⟩, across = ⟨x, y⟩, right = ⟨y, y⟩; 0 if x or y is zero."""
     return across / (left**0.5 * right**0.5) if left > 0 and right > 0 else 0.0
 
 
 def _shared(
     one: KFACNaturalGradient, other: KFACNaturalGradient
 ) -> tuple[dict[str, tuple[Block, Block]], tuple[str, ...]]:
-    """{name: (block of one, block of the other)} for the blocks that both have, and the names of those that only one has."""
+    """({name: (block of one, block of the other)} for the blocks that both have, names of those that only one has).
+
+    A GramianError is raised if no block is in both, or a block has other parameters or shapes.
+    """
     mine, theirs = blocks_of(one), blocks_of(other)
     shared = {name: (block, theirs[name]) for name, block in mine.items() if name in theirs}
     for name, (left, right) in shared.items():
@@ -240,7 +248,7 @@ class _Space:
 
 
 def _leading(block: Block, k: int) -> _Space:
-    """At most k largest eigenvalues of a block that are nonzero up to rounding, with their eigenvectors."""
+    """The k largest eigenvalues of a block, or fewer if fewer are nonzero up to rounding, with their eigenvectors."""
     if block.correction is not None:
         values_RS = block.correction.values_RS.double()
     else:
@@ -285,7 +293,7 @@ def _kth_largest(values: list[Tensor], k: int) -> float:
 
 
 def _compared(pairs: list[tuple[_Space, _Space]]) -> float:
-    """Σ ‖V₁ᵀV₂‖² over pairs of spaces (V₁, V₂), one pair per block, divided by the smaller total dimension."""
+    """Σ ‖V₁ᵀV₂‖² over pairs of spaces (V₁, V₂), one pair per block, divided by the smaller of their total dimensions."""
     counts = [sum(len(pair[side].values_K) for pair in pairs) for side in range(2)]
     if not min(counts):
         return 0.0

@@ -1,8 +1,8 @@
 """A teacher's signal on disk, one row per training window, so any data order, batch size and number of processes can read it.
 
-`build_cache` writes a folder, `open_cache` reads it as a `SignalSource`. `kind_registry.KINDS` lists the kinds: `Hidden`, exact
-at every temperature up to rounding; `TopK`, the largest logits and a tail curve, valid in a range of temperatures; `Samples`,
-unbiased, at one temperature.
+The signal describes the teacher's distribution of the next token. `build_cache` writes a folder, `open_cache` reads it as a
+`SignalSource`. `kind_registry.KINDS` lists the kinds: `Hidden`, exact at every temperature up to rounding; `TopK`, the largest
+logits and a tail curve, valid in a range of temperatures; `Samples`, unbiased, at one temperature.
 """
 
 from gramian.distill.cache.builder import CacheOptions, build_cache, identity_of

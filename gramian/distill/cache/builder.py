@@ -46,9 +46,9 @@ class CacheOptions:
     kind: CacheKind = field(default_factory=Hidden)
     """What is stored for each token: `Hidden`, `TopK` or `Samples`."""
     layer_dtype: str = "auto"
-    """Dtype in which the residual stream of the teacher's `layers` is stored: "auto", "model", "bf16", "fp16" or "fp32"."""
+    """Dtype of stored residual streams: "bf16", "fp16", "fp32", "model" (the head's) or "auto" (bf16 if that is, else fp16)."""
     batch: int = 8
-    """Windows per forward of the teacher; it does not depend on the number of processes."""
+    """Windows per forward pass of the teacher on one process; the same for any number of processes."""
     shard_windows: int | None = None
     """Windows per shard; None: 256 MiB or 2²⁰ tokens, whichever is less."""
     measure_every: int = 1
@@ -60,7 +60,7 @@ def build_cache(
     teacher: LiveTeacher,
     windows: Windows,
     options: CacheOptions | None = None,
-    world: ProcessGrid = SINGLE_PROCESS,
+    grid: ProcessGrid = SINGLE_PROCESS,
     progress: Progress | None = None,
 ) -> Manifest:
     """Write a teacher's signal for all windows to disk, or the missing shards of an interrupted build.
@@ -68,24 +68,25 @@ def build_cache(
     Processes take shards in turn and advance batch by batch together, so a failure of one is raised by all within a batch, and
     a sharded teacher works. A shard's files get their names after they are synced, then its record is written, and the manifest
     is marked complete after all shards: a builder that is killed loses only the shards in progress, one per process, and the
-    next call continues. A file that is missing or short is written again, with its shard. The folder is the same, byte by byte,
-    for any number of processes.
+    next call continues. If a file is missing or too short, its whole shard is written again. The folder is the same, byte by
+    byte, for any number of processes.
 
     Cost: one forward per window, and the encoding of the kind per token; `CacheLayout.bytes_per_token` bytes per token.
 
     Args:
         folder: the cache's folder, visible to all processes; created if needed.
-        teacher: the model whose signal is stored, with its `layers`.
+        teacher: the model whose signal is stored; the residual stream of its `layers` is stored too.
         windows: the training data.
-        options: what is stored; default: hidden states.
-        world: the processes that build together; default: this one.
-        progress: called after every batch.
+        options: what is stored; None: hidden states.
+        grid: the processes that build together; default: this one.
+        progress: called after every batch; None: no report.
 
     Returns:
-        The manifest.
+        The manifest of the complete cache.
 
     Raises:
-        GramianError: if the folder has a cache of other data or options (the message names the field), or cannot be written.
+        GramianError: if the folder has a cache of other data or options (the message names the field), a file with a wrong
+            checksum or too little space, cannot be written, or is locked by other builders; or if an option is below 1.
     """
     options, path = options or CacheOptions(), Path(folder)
     for name, value in (("batch", options.batch), ("measure_every", options.measure_every)):
@@ -93,17 +94,17 @@ def build_cache(
             raise GramianError(f"{name}: {value}; expected at least 1")
     identity = identity_of(teacher, windows, options)
     report = progress or (lambda done, total: None)
-    build = _Build(path, teacher, windows, options, identity, identity.layout, world)
-    with folder_lock(path, world):
+    build = _Build(path, teacher, windows, options, identity, identity.layout, grid)
+    with folder_lock(path, grid):
         missing = build.missing_shards()
         done = identity.count - sum(len(build.layout.rows(shard)) for shard in missing)
         report(done, identity.count)
-        for first in range(0, len(missing), world.size):
-            for more in build.write_shards(missing[first : first + world.size]):
+        for first in range(0, len(missing), grid.size):
+            for more in build.write_shards(missing[first : first + grid.size]):
                 done += more
                 report(done, identity.count)
-        with all_or_none(world, path):
-            if world.rank == 0:
+        with all_or_none(grid, path):
+            if grid.rank == 0:
                 build.complete()
         manifest = read_manifest(path)
         assert manifest is not None
@@ -111,7 +112,10 @@ def build_cache(
 
 
 def identity_of(teacher: LiveTeacher, windows: Windows, options: CacheOptions) -> CacheIdentity:
-    """The `CacheIdentity` that a cache of this teacher, windows and options would have. Collective for a sharded teacher."""
+    """The `CacheIdentity` that a cache of this teacher, windows and options would have; raises if `shard_windows` is below 1.
+
+    Collective for a sharded teacher.
+    """
     if options.shard_windows is not None and options.shard_windows < 1:
         raise GramianError(f"shard_windows: {options.shard_windows}; expected at least 1")
     identity = CacheIdentity(
@@ -190,7 +194,7 @@ class _Build:
         return {**batch, "windows": torch.from_numpy(index)}
 
     def _encoded(self, signal: DenseSignal, windows_B: Tensor) -> tuple[dict[str, Tensor], StorageErrors]:
-        """Encode a batch: stored columns of all its windows, and the errors of the measured ones (every n-th of the cache)."""
+        """Encode a batch; returns {column: values to store} of all its windows, and the storage errors of every n-th window."""
         encode, facts = self.options.kind.encode, self.identity.facts
         measured_B = windows_B % self.options.measure_every == 0
         if bool(measured_B.all()):
@@ -207,9 +211,10 @@ class _Build:
     # ---- before and after --------------------------------------------------------------------------------------------
 
     def missing_shards(self) -> list[int]:
-        """Numbers of the shards to write; if there are any, rank 0 prepares the folder. Collective.
+        """Numbers of the shards to write; rank 0 prepares the folder unless its cache is complete. Collective.
 
-        Reads all stored files once: a file of the right size with another checksum is a GramianError.
+        Reads all stored files once. Raises a GramianError if the folder has another cache, shards without a manifest, or a file
+        of the right size whose checksum differs.
         """
         path, missing = self.path, torch.zeros(self.layout.shards, device=self.grid.device)
         with all_or_none(self.grid, path):
@@ -235,7 +240,7 @@ class _Build:
         return [int(shard) for shard in self.grid.sum_(missing).nonzero().flatten().tolist()]
 
     def _prepare(self, missing: Sequence[int]) -> None:
-        """Check that the disk has space for the missing shards, then write the teacher's head and an incomplete manifest."""
+        """Raise if the disk has no space for the missing shards, else write the teacher's head and an incomplete manifest."""
         (self.path / "shards").mkdir(parents=True, exist_ok=True)
         stores_head = KINDS[self.identity.kind].stores_head
         needed = sum(self.layout.shard_bytes(shard) for shard in missing)
@@ -250,7 +255,10 @@ class _Build:
         Manifest(self.identity, complete=False, files=files).write(self.path)
 
     def complete(self) -> None:
-        """Write the manifest that marks the cache as complete, with the sizes, checksums and errors of all shards."""
+        """Write the manifest that marks the cache as complete, with the sizes, checksums and errors of all shards.
+
+        Does nothing if the cache is marked already; raises a GramianError if the record of a shard is missing.
+        """
         before = read_manifest(self.path)
         assert before is not None
         if before.complete:

@@ -13,7 +13,10 @@ from gramian.parallel.process_grid import ProcessGrid
 
 @contextmanager
 def all_or_none(grid: ProcessGrid, path: Path) -> Iterator[None]:
-    """Context: if its block raises on one process, all processes raise; the failed one with its reason. One all-reduce."""
+    """Context manager: a GramianError or OSError of the body on one process raises a GramianError on all. One all-reduce.
+
+    The failed process raises its own reason; the others say that another process failed.
+    """
     problem: GramianError | None = None
     try:
         with one_line_errors(path):
@@ -26,7 +29,7 @@ def all_or_none(grid: ProcessGrid, path: Path) -> Iterator[None]:
 
 @contextmanager
 def folder_lock(path: Path, grid: ProcessGrid) -> Iterator[None]:
-    """Context: create a cache's folder and lock it; raises a GramianError if another group of processes has locked it."""
+    """Context manager: create a cache's folder and lock it; raises a GramianError if other builders have locked it."""
     lock: int | None = None
     try:
         with all_or_none(grid, path):

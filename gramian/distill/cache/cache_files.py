@@ -10,7 +10,7 @@ from gramian.core.errors import GramianError
 
 
 def damage(path: Path, expected: FileRecord, *, content: bool) -> str | None:
-    """How a file differs from its record of size and checksum; None if it does not. Without `content` sizes alone count."""
+    """How a file differs from its record of size and checksum, as text; None if it does not. Checksums only with `content`."""
     problem = expected.difference(path, content=content)
     if problem is None or problem.startswith("has "):
         return problem
@@ -32,7 +32,7 @@ def refuse_damage(folder: Path, records: Mapping[str, FileRecord], *, content: b
 
 @contextmanager
 def one_line_errors(folder: Path) -> Iterator[None]:
-    """Context: turn an OSError, such as a full disk, into a GramianError of one line that names the cache's folder."""
+    """Context manager: turn an OSError, such as a full disk, into a GramianError of one line that names the cache's folder."""
     try:
         yield
     except OSError as problem:

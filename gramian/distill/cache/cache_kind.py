@@ -31,7 +31,7 @@ class CacheKind(Protocol):
         """True if the teacher's output head is stored in the cache too."""
 
     def facts(self, head: Head) -> dict[str, Any]:
-        """The settings of this kind as JSON values for the manifest; with teacher and windows they decide the bytes of a cache.
+        """The settings of this kind as JSON values for the manifest: with teacher and windows they determine all stored bytes.
 
         Raises:
             GramianError: if an option does not fit the teacher's head.
@@ -43,15 +43,22 @@ class CacheKind(Protocol):
     def encode(
         self, signal: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any], measure: bool
     ) -> tuple[dict[str, Tensor], StorageErrors]:
-        """Encode a signal as {column: values [B, T, width]}; with `measure` also the errors of these values, else none."""
+        """Encode a batch; returns {column: values [B, T, width]}, and the storage errors of these values.
+
+        Without `measure` the errors are empty. `windows_B` are the window numbers, `facts` the settings in the manifest.
+        """
 
     def decode(
         self, stored: Mapping[str, Tensor], layers: Mapping[int, Tensor], facts: Mapping[str, Any], head: Head | None
     ) -> Signal:
-        """The signal of a batch, from columns [B, T, width], layers of the residual stream, and the head if it is stored."""
+        """Rebuild the signal of a batch from the stored columns, {name: [B, T, width]}.
+
+        `layers` {layer: [B, T, layer width]} are stored residual streams, `facts` the settings in the manifest, and `head` the
+        teacher's head, None for a kind that does not store it.
+        """
 
     def compare(self, stored: Signal, live: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any]) -> StorageErrors:
-        """Errors of a signal that was read from a cache, relative to the signal of the live teacher for the same windows."""
+        """Errors of a signal read from a cache, relative to the live teacher's signal for the same windows (`windows_B`)."""
 
 
 def wide_head(head: Head) -> Head:
@@ -70,7 +77,10 @@ def logit_pieces(tokens: int, vocabulary: int) -> Iterator[slice]:
 
 
 def vocabulary_of(asked: int | None, head: Head) -> int:
-    """The number of token ids of a cache: `asked`, or all ids of the head if it is None; raises if the head has fewer."""
+    """The number of token ids of a cache: `asked`, or all ids of the head if it is None.
+
+    Raises a GramianError unless `asked` is between 1 and the number of ids of the head.
+    """
     rows = int(head.weight_VD.shape[0])
     if asked is not None and not 1 <= asked <= rows:
         raise GramianError(f"vocabulary: {asked}; expected 1 to the head's {rows}")

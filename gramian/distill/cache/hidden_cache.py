@@ -23,8 +23,8 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 def stored_dtype(dtype: str, head: Head) -> str:
     """Name of the dtype in which hidden states are stored, for the option `dtype` ("auto", "model", "bf16", "fp16", "fp32").
 
-    "auto" is bfloat16 for a head in bfloat16, which is then exact, and float16 otherwise: it rounds eight times finer than
-    bfloat16, and values beyond its range raise when they are packed. "model" is the head's dtype.
+    "auto" is bfloat16 for a head in bfloat16, which is then exact, and float16 otherwise: float16 rounds eight times finer than
+    bfloat16, and values beyond its range raise when they are packed. "model" is the head's dtype. Another option raises.
     """
     own = str(head.weight_VD.dtype).removeprefix("torch.")
     if dtype == "auto":
@@ -67,7 +67,7 @@ class Hidden:
     def encode(
         self, signal: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any], measure: bool
     ) -> tuple[dict[str, Tensor], StorageErrors]:
-        """Round hidden states to the stored dtype; with `measure`, the resulting errors of logits too.
+        """Round hidden states to the stored dtype; returns {"hidden": [B, T, D]}, and with `measure` the errors of the logits.
 
         With δ = h − rounded(h) and head W, a logit moves by |scale · W δ|, or less with a soft cap. Cost of measuring: one
         product with the head, in float32.

@@ -1,4 +1,4 @@
-"""The kinds of caches by name, for reading.
+"""The kinds of caches (what a cache stores for each token) by name, for reading.
 
 To build a cache of a new kind, `train/build/build_teacher.py` and the config's `teacher.source` must know it too.
 """

@@ -17,7 +17,7 @@ from torch import Tensor
 from gramian.core.errors import GramianError
 
 SHARD_BYTES, SHARD_TOKENS = 1 << 28, 1 << 20
-"""Most bytes and tokens of a shard, which is what a killed build may lose."""
+"""Maximum bytes and tokens of a shard; a killed build may lose one shard per process."""
 _TORCH = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "uint32": 4, "uint16": 2, "uint8": 1}
 # Unsigned integers are read as signed ones and masked: torch has few kernels for unsigned types.

@@ -20,7 +20,7 @@ HEAD = "head.safetensors"
 
 @dataclass(frozen=True)
 class CacheIdentity:
-    """Everything that decides the bytes of a cache: two builds with equal identities make the same folder."""
+    """Everything that determines the bytes of a cache: two builds with equal identities write equal folders."""
 
     kind: str
     """Name of the kind of cache: "hidden", "topk" or "sampled"."""
@@ -106,7 +106,7 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest | None:
     """Read the manifest of a cache's folder; None if there is none.
 
-    Raises a GramianError if it is damaged or of another format.
+    Raises a GramianError if it is damaged, has another format version, or names an unknown kind of cache.
     """
     body = read_json(folder / MANIFEST)
     if body is None:

@@ -60,7 +60,7 @@ class Cache:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Numbers of the layers whose residual stream is stored; 0 is the embedding, l is after block l."""
+        """Numbers of the layers whose residual stream is stored; 0 is the embedding, l is after transformer block l."""
         return self.manifest.identity.layers
 
     @property
@@ -81,7 +81,8 @@ class Cache:
     def __call__(self, batch: Mapping[str, Tensor]) -> Signal:
         """The teacher's signal of the windows in `batch`, on the device of its "tokens", or of "windows" if it has no tokens.
 
-        "windows" [B] should be on the CPU, where rows are looked up: a copy from a GPU is waited for.
+        "windows" [B] are window numbers and should be on the CPU, since a copy from a GPU is waited for. A number outside the
+        cache raises a GramianError.
         """
         windows_B = batch["windows"]
         ahead = self._ahead.pop(windows_B, None)
@@ -90,17 +91,20 @@ class Cache:
         return self._signal(raw, len(windows_B), device)
 
     def upcoming(self, batch: Mapping[str, Tensor]) -> None:
-        """Start to read the rows of a later batch in a background thread, which handles one read after another.
+        """Start to read the rows of a later batch in one background thread, which performs one read after another.
 
         The rows are identified by the tensor object of "windows" and stored until the batch is read or garbage-collected. An
-        error is raised when the batch is read.
+        error of the read is raised when the cache is called with the batch.
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="teacher-cache")
         self._ahead[batch["windows"]] = self._thread.submit(self._gathered, batch["windows"])
 
     def verify(self) -> int:
-        """Verify the checksums of all files not read yet; returns the number of files, raises for the first damaged one."""
+        """Verify the checksums of all shard files not read yet; returns the number of shard files.
+
+        Raises a GramianError for the first damaged file.
+        """
         for shard in range(self._layout.shards):
             for column in self._layout.columns:
                 self._map(column, shard)
@@ -171,8 +175,8 @@ def open_cache(
     """Open a complete cache, and check that it was made from the expected data and teacher.
 
     Checksums of the manifest and the head and sizes of all shards are verified now, checksums of shards at their first use, or
-    now with `verify="full"`. Either reads all of the cache once per process, at the speed of the disk or a GB or two per
-    second: shuffled training reads from every shard in its first steps.
+    now with `verify="full"`. Both settings read the whole cache once per process, at the speed of the disk or a GB or two per
+    second, since shuffled training reads from every shard in its first steps.
 
     Args:
         folder: the cache's folder.

@@ -31,7 +31,10 @@ class RowCheck:
 
 @torch.no_grad()
 def check_rows(cache: Cache, live: LiveTeacher, windows: Windows, n: int = 8, seed: int = 0) -> RowCheck:
-    """Compare `n` random windows of a cache with the signal of its live teacher. Cost: n forwards of one window."""
+    """Compare `n` random windows of a cache with the signal of its live teacher; `windows` is the data that was cached.
+
+    Cost: n forwards of one window.
+    """
     identity = cache.manifest.identity
     count = identity.count
     chosen = np.sort(np.random.default_rng(seed).choice(count, size=min(n, count), replace=False)).astype(np.int64)

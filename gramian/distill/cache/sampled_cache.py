@@ -46,7 +46,7 @@ class Samples:
     stores_head = False
 
     def facts(self, head: Head) -> dict[str, Any]:
-        """Settings for the manifest: vocabulary, number of draws, temperature and seed."""
+        """Settings for the manifest: vocabulary, draws, temperature and seed; raises if a number is out of range."""
         if not 1 <= self.draws <= MOST_DRAWS:
             raise GramianError(f"draws: {self.draws}; expected 1 to {MOST_DRAWS}")
         if not 0.0 < self.temperature < float("inf"):
@@ -67,7 +67,10 @@ class Samples:
     def encode(
         self, signal: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any], measure: bool
     ) -> tuple[dict[str, Tensor], StorageErrors]:
-        """Draw ids for every token; no errors are measured. Cost: a product with the head, and a cumulative sum in float64."""
+        """Draw ids for every token; returns {"ids", "counts": [B, T, draws]}, and empty errors, also with `measure`.
+
+        Raises a GramianError if logits are NaN. Cost: a product with the head, and a cumulative sum in float64.
+        """
         head = wide_head(signal.head)
         B, T, _ = signal.hidden_BTD.shape
         hidden_ND = signal.hidden_BTD.flatten(0, 1).to(head.weight_VD.dtype)
@@ -89,7 +92,7 @@ class Samples:
         return SampledSignal(stored["ids"], stored["counts"].float() / facts["draws"], facts["temperatures"][0], layers)
 
     def compare(self, stored: Signal, live: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any]) -> StorageErrors:
-        """The error "drawn": draw again from the live teacher; the fraction of a token's draws that now fall on other ids."""
+        """The error "drawn" of each token: the fraction of its draws that fall on other ids if the live teacher draws again."""
         assert isinstance(stored, SampledSignal)
         values, _ = self.encode(live, windows_B, facts, False)
         again = self.decode(values, {}, facts, None)

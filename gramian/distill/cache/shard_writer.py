@@ -16,7 +16,7 @@ from gramian.distill.cache.storage_errors import StorageErrors
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """Sizes and checksums of a shard's files, and the storage errors of its measured windows."""
+    """Sizes and checksums of a shard's files, and how far stored values are from the teacher's, measured on some windows."""
 
     files: Mapping[str, FileRecord]
     errors: StorageErrors
@@ -43,7 +43,7 @@ class ShardWriter:
     """Writes the files of one shard of a cache; until `finish` they have temporary names."""
 
     def __init__(self, folder: Path, layout: CacheLayout, shard: int) -> None:
-        """Open the files of shard number `shard` in the cache's folder."""
+        """Open the files of shard number `shard` in the cache's folder, and remove the shard's old record."""
         self._folder, self._layout, self._shard = folder, layout, shard
         self._files: dict[str, HashedFile] = {}
         (folder / layout.record(shard)).unlink(missing_ok=True)  # of a shard that was damaged

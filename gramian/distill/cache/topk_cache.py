@@ -53,7 +53,10 @@ class TopK:
     stores_head = False
 
     def facts(self, head: Head) -> dict[str, Any]:
-        """Settings for the manifest: vocabulary, k, temperatures, and the knots u = 1/T of the tail's curve."""
+        """Settings for the manifest: vocabulary, k, temperatures, and the knots u = 1/T of the tail's curve.
+
+        Raises a GramianError if k, the knots or the temperatures are out of range.
+        """
         vocabulary = vocabulary_of(self.vocabulary, head)
         if not 1 <= self.k <= vocabulary:
             raise GramianError(f"k: {self.k}; expected 1 to the vocabulary of {vocabulary}")
@@ -70,9 +73,10 @@ class TopK:
     def encode(
         self, signal: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any], measure: bool
     ) -> tuple[dict[str, Tensor], StorageErrors]:
-        """Select the k largest logits of every token and compute the tail's curve; with `measure` also the errors of both.
+        """Select the k largest logits of every token and compute the tail's curve; returns {column: values} and their errors.
 
-        Cost: the product with the head in float32 and a pass over N × V per knot; measuring adds one per measured point.
+        Without `measure` the errors are empty. Cost: the product with the head in float32, and a pass over tokens × vocabulary
+        per knot; measuring adds one pass per measured temperature.
         """
         parts: list[dict[str, Tensor]] = []
         errors = []
@@ -112,7 +116,7 @@ def place_knots(count: int, lowest: float, highest: float) -> list[float]:
     """The points u = 1/T at which the tail curve l(u) = log Σ exp(u z) is stored.
 
     `count` ascending numbers from 1/highest to 1/lowest temperature, evenly spaced in √u, so closer at high temperatures, where
-    l is more curved.
+    l is more curved. Raises if `count` is below 2, or not 0 < lowest < highest < ∞.
     """
     if count < 2:
         raise GramianError(f"knots: {count}; expected at least 2")

@@ -157,7 +157,7 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def _times(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
-    """A gradient times a factor, converted to `dtype`; in place if it has that dtype already."""
+    """A gradient times a factor, converted to `dtype`, in place if it has that dtype already; None if either is None."""
     if gradient is None or dtype is None:
         return None
     if gradient.dtype == dtype:

@@ -38,13 +38,13 @@ class FeatureLoss(nn.Module):
 
         Args:
             kind: the distance: "cka", "increments" or "hidden".
-            pairs: (student layer, teacher layer); 0 is the embedding, l is after block l.
+            pairs: (student layer, teacher layer); 0 is the embedding, l is after transformer block l.
             width: channels D of the student.
             teacher_width: channels E of the teacher.
-            seed: of the projectors' initial weights.
+            seed: seed of the projectors' initial weights.
 
         Raises:
-            GramianError: if there are too few pairs, a layer occurs twice, or "increments" go back in depth.
+            GramianError: if there are too few pairs, a layer occurs twice, or layers do not rise for "increments".
         """
         super().__init__()
         self.kind, self.pairs = kind, tuple((int(s), int(t)) for s, t in pairs)

@@ -5,8 +5,8 @@ Linear CKA of column-centred X [N, D] and Y [N, E]:
     CKA = ‖XᵀY‖_F² / (‖XᵀX‖_F ‖YᵀY‖_F),        HSIC(X, Y) = ‖XᵀY‖_F²
 
 It is 1 for features that agree up to an orthogonal map and a scale, and does not change under either. With few tokens for many
-channels it is near 1 for unrelated features too; the debiased one puts the unbiased estimate of HSIC in its place (Song et
-al. 2012), which for K = XXᵀ and L = YYᵀ with their diagonals set to 0 is
+channels it is near 1 for unrelated features too. The debiased CKA replaces each HSIC by its unbiased estimate (Song et al.
+2012), which for K = XXᵀ and L = YYᵀ with their diagonals set to 0, and n tokens, is
 
     HSIC₁ = [tr KL + (1ᵀK1)(1ᵀL1) / (n−1)(n−2) − 2·1ᵀKL1 / (n−2)] / n(n−3).
 
@@ -27,7 +27,7 @@ from gramian.core.errors import GramianError
 from gramian.linalg.wide import exact_float32, wide
 
 TINY = 1e-12
-"""A HSIC (‖XᵀY‖_F² of centred features, scaled to a largest entry of 1 or more) below this is 0: a feature is constant."""
+"""A HSIC (‖XᵀY‖_F² of centred features with a largest entry of 1 or more) up to this counts as 0: features are constant."""
 
 
 def linear_cka(x_ND: Tensor, y_NE: Tensor, counted_N: Tensor | None = None, *, standardise: bool = False) -> Tensor:
@@ -36,12 +36,15 @@ def linear_cka(x_ND: Tensor, y_NE: Tensor, counted_N: Tensor | None = None, *, s
     Args:
         x_ND: features of the first model, [N, D] or [B, T, D].
         y_NE: features of the second model, [N, E] or [B, T, E].
-        counted_N: True for the tokens that count, [N] or [B, T]; default: all. No shape depends on its values.
+        counted_N: True for the tokens that count, [N] or [B, T]; None: all. No shape depends on its values.
         standardise: divide every channel by its standard deviation, so that a few huge channels do not dominate; CKA is
             then invariant to the scale of every channel, but no longer to orthogonal maps.
 
     Returns:
         A 0-dim tensor, differentiable in both features.
+
+    Raises:
+        GramianError: if the number of tokens of the arguments differs.
     """
     with torch.autocast(x_ND.device.type, enabled=False), _precise():
         x, y, _ = _prepared(x_ND, y_NE, counted_N, standardise)
@@ -81,12 +84,15 @@ class Projector(nn.Module):
 
 
 def _precise() -> AbstractContextManager[None]:
-    """Context that switches TF32 off; inside a compiled graph, which cannot change the precision, it does nothing."""
+    """Context manager that switches TF32 off; inside a compiled graph, which cannot change the precision, it does nothing."""
     return nullcontext() if torch.compiler.is_compiling() else exact_float32()
 
 
 def _prepared(x: Tensor, y: Tensor, counted: Tensor | None, standardise: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Centre x and y and set tokens that do not count to zero; returns x [N, D], y [N, E] and the number of counted tokens."""
+    """Centre and scale x and y (see `_centred`) and set tokens that do not count to zero.
+
+    Returns x [N, D], y [N, E] and the number of counted tokens.
+    """
     if x.shape[:-1] != y.shape[:-1] or (counted is not None and counted.numel() * x.shape[-1] != x.numel()):
         shapes = [list(t.shape) for t in (x, y, *(() if counted is None else (counted,)))]
         raise GramianError(

@@ -56,13 +56,17 @@ def distill_loss(
     If the vocabularies differ in length, p and q are over the ids of both, each normalised over them, and the cross entropy is
     over all ids of the student. Hidden states of tokens that do not count may have any finite value.
 
-    Cost: 2·N·V·(3·Ds + Dt) FLOPs; memory for dW in float32 and for a chunk of logits, see `chunk_tokens`.
+    The teacher is exactly one of: hidden states with a weight, `teacher_topk`, `teacher_sampled`; with kd_weight = 0 it may be
+    left out (cross entropy alone).
+
+    Cost: 2·N·V·(3·Ds + Dt) FLOPs, with the widths Ds of the student and Dt of the teacher; memory for the gradient of the
+    student's weight in float32 and for a chunk of logits, see `chunk_tokens`.
 
     Args:
         student_hidden: the student's final hidden states, [N, Ds].
         student_weight: [V, Ds], or a head with bias, scale or softcap. It may be tied to the embedding.
         targets: [N], integers; tokens whose target is `ignore_index` do not count.
-        teacher_hidden: the teacher's final hidden states, [N, Dt]; may be left out with kd_weight = 0 (cross entropy alone).
+        teacher_hidden: the teacher's final hidden states, [N, Dt].
         teacher_weight: [V, Dt], or a head.
         temperature: a number above 0, or a 0-dim tensor on the student's device, whose value is not read on the host.
         kd_weight: factor of the divergence.
@@ -74,8 +78,9 @@ def distill_loss(
             0-dim tensor; None: the counted tokens of this call, at least 1.
         teacher_topk: (ids [N, K], logits [N, K], tail) in place of hidden states and weight: distinct ids (a logit of −∞
             has no mass), and the tail curve of all other ids with tensors [N, Q]. D is then over K + 1 outcomes, the last for
-            all other ids. Without a tail the K ids have all mass, and "reverse" is an error, since it would be infinite. A
-            number T outside the curve's knots is an error; for a tensor T the curve continues along its tangent.
+            all other ids. Without a tail the K ids have all mass, and "reverse" raises unless they are the whole vocabulary,
+            since it would be infinite. A number T outside the curve's knots raises; for a tensor T the curve continues along
+            its tangent.
         teacher_sampled: (ids [N, K], weights [N, K]) drawn from the teacher at this temperature, with weights that sum to 1 (in
             expectation): D becomes −Σ w log q, "forward" only, and T may not require grad.
 
@@ -193,7 +198,10 @@ def _check_teacher(
 
 
 def _check_ids(ids: Tensor, vocabulary: int, name: str, ignore_index: int | None = None) -> None:
-    """Raise a GramianError if an id is not below `vocabulary`; on the CPU only, since elsewhere it would wait for a device."""
+    """Raise a GramianError if an id is neither in 0 … vocabulary - 1 nor `ignore_index`; `name` is the argument in the message.
+
+    Only ids on the CPU are checked, since reading others would wait for a device.
+    """
     if ids.device.type != "cpu" or not ids.numel():
         return
     outside = (ids < 0) | (ids >= vocabulary)

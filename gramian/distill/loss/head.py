@@ -14,7 +14,9 @@ from gramian.kernels.distillation.distill_rows import Squash
 
 @dataclass(frozen=True)
 class Head:
-    """Output head of a language model: logits = cap(scale · (h Wᵀ + b)), cap(z) = softcap · tanh(z / softcap) or z.
+    """Output head of a language model: logits = cap(scale · (h Wᵀ + b)) of hidden states h.
+
+    cap(z) is softcap · tanh(z / softcap), or z if `softcap` is None.
 
     Example:
         >>> Head(torch.zeros(50, 8), softcap=30.0).logits(torch.randn(3, 8)).shape

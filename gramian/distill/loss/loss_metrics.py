@@ -8,8 +8,8 @@ from torch import Tensor
 from gramian.kernels.distillation.distill_rows import ROWS
 
 SUMS = (*ROWS[: ROWS.index("slope")], "student_gold", "teacher_gold²", "student_gold²", "product")
-"""Names of `DistillOutput.sums`, in order. `teacher_gold` and the last four are over the tokens whose target the teacher knows
-(`gold` counts them): log-probabilities of the target at T = 1, their squares and product.
+"""Names of `DistillOutput.sums`, in order. `gold` counts the tokens whose target the teacher knows. `teacher_gold` and the last
+four sum over these tokens: log-probabilities of the target at T = 1, their squares, and their product.
 """
 
 

@@ -34,7 +34,7 @@ class Projection:
         return self.weight_VD.shape[0]
 
     def buffer(self, tokens: int) -> Tensor:
-        """Uninitialised memory for the products of n tokens, [n, V] with aligned rows."""
+        """Uninitialised memory for the products of `tokens` tokens, [tokens, V] with aligned rows."""
         width = -(-self.vocabulary // ALIGNMENT) * ALIGNMENT
         padded = self.hidden_ND.new_empty((tokens, width))
         # Set to 0: products in bfloat16 on a CPU read one number beyond an odd row and multiply it by 0.
@@ -68,7 +68,7 @@ def projection_of(hidden_ND: Tensor, head: Head) -> Projection:
 
 
 def check_sides(hidden_ND: Tensor, head: Head, tokens: int, side: str) -> None:
-    """Raise `GramianError` for shapes and dtypes that cannot be multiplied; `side` is "student" or "teacher"."""
+    """Raise `GramianError` unless hidden states of `tokens` tokens and head fit together; `side`: "student" or "teacher"."""
     for name, tensor in (("hidden", hidden_ND), ("weight", head.weight_VD)):
         if not isinstance(tensor, Tensor):
             raise GramianError(f"{side}_{name}: {type(tensor).__name__}; expected a tensor, or a Head for a weight")
@@ -98,9 +98,10 @@ def _id_blocks(weight_VD: Tensor) -> list[slice]:
 
 
 class HeadGradients:
-    """Gradients of hidden states (dz W), weight (dzᵀ h) and bias (Σ dz), summed over chunks; dz is that of z = h Wᵀ + b.
+    """Gradients of hidden states (dz W), weight (dzᵀ h) and bias (Σ dz) from dz, the gradient of z = h Wᵀ + b, over chunks.
 
-    The gradient of the weight is summed in float32, or float64 for float64 inputs; the caller rounds it once.
+    The gradient of the weight is summed in float32, or float64 for float64 inputs; the caller rounds it once. The flags
+    `hidden`, `weight` and `bias` select the gradients to compute; the others stay None.
     """
 
     def __init__(self, side: Projection, wide: torch.dtype, hidden: bool, weight: bool, bias: bool) -> None:

@@ -48,7 +48,7 @@ class SparseTeacher:
     ids_NK: Tensor
     logits_NK: Tensor
     rest_N: Tensor
-    """The teacher's log Σ exp(u z) over the ids outside the top K, l(u); EMPTY without a tail."""
+    """The teacher's log Σ exp(u z) over the ids outside the top K, l(u); without a tail EMPTY, a finite stand-in for −∞."""
     rest_slope_N: Tensor
     """Derivative of `rest_N` with respect to u = 1/T."""
     rest_at_one_N: Tensor

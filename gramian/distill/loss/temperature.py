@@ -19,7 +19,7 @@ NEAR = 0.01
 STUCK_STEPS = 100
 """Number of consecutive steps at a bound of T after which an event is logged."""
 EARLY_STEPS = 20
-"""Number of first non-zero gradients dL/dT; their mean then drives the comparison temperature `temperature_schedule_only`."""
+"""Number of first non-zero gradients dL/dT whose mean later moves the comparison temperature `temperature_schedule_only`."""
 
 TemperatureKind = Literal["fixed", "schedule", "learnable", "adversarial"]
 
@@ -58,10 +58,10 @@ class TemperatureOptions:
 
 
 class Temperature:
-    """T of each step (`begin`), moved by dL/dT after it (`finish`) where it learns.
+    """The temperature T of each step: `begin` returns it; `finish` moves it by dL/dT if it is learned or adversarial.
 
-    A second temperature shows whether T still learns: it takes the same first 20 non-zero gradients, then their mean as a
-    constant gradient. If T stays close to it, later gradients have taught it nothing.
+    A second, comparison temperature is moved by the same first 20 non-zero gradients, and then by their mean as a constant
+    gradient. If T stays close to it, later gradients have taught T nothing.
 
     Example:
         >>> temperature = Temperature(TemperatureOptions("schedule", start=4.0, end=1.0), 10, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Properties of a language model that are tested on a few tokens: its head, that it is causal, the width of its layers.
+"""Test properties of a language model on a few tokens: its output head, that it is causal, and the width of its layers.
 
 Legend: B = 1 row, P = 4 tokens, D width, V vocabulary.
 """
@@ -125,7 +125,7 @@ def _proof_tokens(model: nn.Module) -> Tensor:
 
 @contextmanager
 def _proof(model: nn.Module) -> Iterator[None]:
-    """Context for a test forward: without dropout, gradients and autocast; the model's training mode is restored.
+    """Context manager for a test forward: without dropout, gradients and autocast; the model's training mode is restored.
 
     A compiled model runs eagerly: compiling for 4 tokens takes time, and would make the next shape a dynamic one.
     """

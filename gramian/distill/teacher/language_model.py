@@ -31,14 +31,14 @@ def hidden_of(
     Args:
         model: GPT, Goose (or a model with the same `hidden` and `head`), or a Hugging Face causal language model.
         tokens_BT: token ids.
-        documents_BT: document of each token, for models that keep documents apart.
-        layers: where to read the stream: 0 is the embedding, l is after block l, counted from 1.
+        documents_BT: document of each token, for models that keep documents apart; None: one document per window.
+        layers: where to read the stream: 0 is the embedding, l is after transformer block l, counted from 1.
 
     Returns:
         The final hidden state [B, T, D], after the final norm, and {layer: stream [B, T, D]}.
 
     Raises:
-        GramianError: if a layer does not exist, or the model cannot keep documents apart.
+        GramianError: if the model is of neither family, a layer does not exist, or the model cannot keep documents apart.
     """
     if is_native(model):
         check_layers(model, layers)
@@ -57,7 +57,7 @@ def hidden_of(
 
 
 def check_layers(model: nn.Module, layers: Sequence[int]) -> None:
-    """Raise a GramianError if a layer number does not exist in the model, is named twice, or the blocks cannot be found."""
+    """Raise a GramianError if a layer does not exist in the model or is named twice, or its blocks cannot be found."""
     if not layers:
         return
     last = len(blocks_of(model))
@@ -72,7 +72,9 @@ def check_layers(model: nn.Module, layers: Sequence[int]) -> None:
 
 @contextmanager
 def _streams(blocks: Sequence[nn.Module], layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Context whose value becomes {layer: residual stream}, recorded by forward hooks on the blocks (0: input of the first).
+    """Context manager whose value becomes {layer: residual stream}, recorded by forward hooks on the transformer blocks.
+
+    Layer 0 is the input of the first block, layer l the output of block l.
 
     `output_hidden_states` is not used: it stores every layer, returns the last one after the final norm, and finds modules by a
     class that `fully_shard` replaces.

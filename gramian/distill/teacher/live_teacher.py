@@ -27,14 +27,14 @@ class LiveTeacher:
 
     Args:
         model: GPT, Goose or a Hugging Face causal language model; if `shard_teacher` sharded it, all processes call together.
-        layers: layers of the residual stream that the signal includes; 0 is the embedding, l is after block l.
+        layers: layers of the residual stream that the signal includes; 0 is the embedding, l is after transformer block l.
         device: where the model is moved to; None: it stays where it is.
         autocast: the dtype of matrix products; None: that of the weights.
         compile: compile the forward by torch.compile, for one shape of batches.
 
     Raises:
-        GramianError: if the head or a layer is not understood, the model sees later tokens, or weights were made in inference
-            mode.
+        GramianError: if the model's logits are not those of a linear head, a layer does not exist, predictions depend on later
+            tokens, or weights were made in inference mode.
 
     Example:
         >>> teacher = LiveTeacher(GPT(GPTConfig(vocabulary=257, context=32, layers=2, width=32, heads=2)))  # doctest: +SKIP
@@ -80,7 +80,8 @@ class LiveTeacher:
     def __call__(self, batch: Mapping[str, Tensor]) -> DenseSignal:
         """The teacher's signal of a micro-batch, which has "tokens" [B, T] and maybe "documents" [B, T].
 
-        A forward that `upcoming` started for the same tensor of tokens is waited for on the device, not on the host.
+        If `upcoming` started the forward for the same tensor of tokens, its result is returned; the device waits for it, and
+        the host does not.
         """
         ahead = self._ahead
         if ahead is None or ahead.tokens is not batch["tokens"]:
@@ -93,10 +94,10 @@ class LiveTeacher:
         return ahead.signal
 
     def upcoming(self, batch: Mapping[str, Tensor]) -> None:
-        """Start the teacher's forward of the next batch on a CUDA stream of its own.
+        """Start the teacher's forward of the next batch on a CUDA stream of its own; a call with that batch returns its result.
 
-        It waits for work queued before, which may produce the tokens, and overlaps with work queued later. Its signal occupies
-        memory until it is read or another batch is started. On a CPU this does nothing.
+        The forward waits for work queued before, which may produce the tokens, and overlaps with work queued later. Its result
+        occupies memory until that call, or until another batch is started. On a CPU this does nothing.
         """
         if self._side is None:
             return
@@ -130,13 +131,17 @@ class _Ahead(NamedTuple):
 
 
 def shard_teacher(model: nn.Module) -> nn.Module:
-    """Shard a teacher's weights over all processes by FSDP2, in place: every block is a unit, the rest another.
+    """Shard a teacher's weights over all processes by FSDP2, in place; returns the model.
 
-    The head's weight, with an embedding tied to it, is replicated: the loss reads all of it in every micro-batch, long after
-    the forward. That costs V·D numbers per process, and no communication.
+    Every transformer block is gathered separately, all other weights together. The head's weight, with an embedding tied to it,
+    is replicated: the loss reads all of it in every micro-batch, long after the forward. That costs V·D numbers per process,
+    and no communication.
 
     Args:
         model: GPT, Goose or a Hugging Face causal language model, not sharded yet, with the same weights on every process.
+
+    Raises:
+        GramianError: if the model is sharded already.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise GramianError("teacher: is sharded already; expected a whole model")

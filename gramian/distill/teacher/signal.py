@@ -21,7 +21,7 @@ class DenseSignal:
     """Final hidden states, after the final norm."""
     head: Head
     layers: Mapping[int, Tensor] = field(default_factory=dict)
-    """{layer: residual stream [B, T, D] after that block}, for losses on features."""
+    """{layer: residual stream [B, T, D] after that transformer block, 0: embedding}, for losses on features."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Tail:
 
 @dataclass(frozen=True)
 class SparseSignal:
-    """A teacher's K largest logits per token, and a curve for the mass of all other ids; without it the K ids have all mass."""
+    """A teacher's K largest logits per token, and a curve for the mass of all other ids; tail None: the K ids have all mass."""
 
     ids_BTK: Tensor
     logits_BTK: Tensor

@@ -58,7 +58,7 @@ def squash_derivative(dz, z, scale, cap, CAP: tl.constexpr):
 
 @triton.jit
 def _logits(pointer, inside, scale, cap, CAP: tl.constexpr):
-    """Load head products and return their logits in float32; a product of 0 where `inside` is false."""
+    """Load head products and return their logits in float32; where `inside` is false, the logit of a product of 0."""
     return squash(tl.load(pointer, mask=inside, other=0.0).to(tl.float32), scale, cap, CAP)
 
 
@@ -71,13 +71,17 @@ def _store(pointer, inside, dz, z, scale, cap, CAP: tl.constexpr):
 
 @triton.jit
 def _add_to_sum(total, z, inside, factor, old, new):
-    """Add a block to the running sum Σ exp(factor · (z − largest)), rescaled from the old largest logit to the new one."""
+    """Add a block of logits z to the running sum Σ exp(factor · (z − largest)), rescaled from the `old` largest to `new`."""
     return total * tl.exp(factor * (old - new)) + tl.where(inside, tl.exp(factor * (z - new)), 0.0)
 
 
 @triton.jit
 def _normalise(s, t, inside, u, s_max, t_max, q_sum, q1_sum, p_sum, p1_sum):
-    """First pass, one block: running largest logits of student s and teacher t, sums of exp(u z) and exp(z), u = 1/T."""
+    """First pass, one block of ids: update the largest logits of student and teacher, and the sums for their softmax.
+
+    `q_sum` and `q1_sum` are Σ exp(u s) and Σ exp(s) of the student's logits s, `p_sum` and `p1_sum` those of the teacher's t,
+    all relative to the largest logit; u = 1/T.
+    """
     s_new = tl.maximum(s_max, tl.max(tl.where(inside, s, -float("inf")), 0))
     t_new = tl.maximum(t_max, tl.max(tl.where(inside, t, -float("inf")), 0))
     q_sum = _add_to_sum(q_sum, s, inside, u, s_max, s_new)
@@ -94,11 +98,10 @@ def _compare(
 ):  # fmt: skip
     """Second pass, one block of ids: add it to the running sums of the divergence D, its slope in u = 1/T, and the agreement.
 
-    s and t are student and teacher logits less their largest, q and p their softmax at u; of_s and of_t are ∂D/∂(u s) and
-    ∂D/∂(u t)
-    before centring. `qs`, `pt`: Σ q s, Σ p t. `value`, `other`: Σ of D's terms (for "jsd" those of p and of q). `left`,
-    `right`:
-    Σ of_s · s, Σ of_t · t; `left_mean`, `right_mean`: Σ of_s, Σ of_t.
+    s and t are student and teacher logits minus their largest, q and p their softmax at u; `q_log`, `p_log` are log Σ exp(u s)
+    and log Σ exp(u t). of_s and of_t are ∂D/∂(u s) and ∂D/∂(u t) before centring. Running sums: `qs`, `pt`: Σ q s, Σ p t;
+    `value`, `other`: Σ of D's terms (for "jsd" those of p and of q); `left`, `right`: Σ of_s · s, Σ of_t · t; `left_mean`,
+    `right_mean`: Σ of_s, Σ of_t. Returns these sums, the agreement, and of_s.
     """
     log_q = u * s - q_log
     log_p = u * t - p_log
@@ -132,7 +135,10 @@ def _compare(
 
 @triton.jit
 def _kd_gradient(s, t, u, q_log, p_log, beta, kl, of_q, DIRECTION: tl.constexpr):
-    """∂D/∂(u s) of the divergence D, s the student's logits, u = 1/T; for reverse and jsd, which need `kl` and `of_q` first."""
+    """∂D/∂(u s) of the reverse or Jensen-Shannon divergence D; s, t: logits of student, teacher minus their largest; u = 1/T.
+
+    `kl` is D and `of_q` is KL(q‖m), which the second pass has summed; `q_log`, `p_log` are log Σ exp(u s), log Σ exp(u t).
+    """
     log_q = u * s - q_log
     x = u * t - p_log - log_q
     if DIRECTION == 1:
@@ -158,9 +164,9 @@ def distill_rows(
 ):  # fmt: skip
     """One token: normalisers in a first pass over the token ids, the divergence in a second, the gradient in it or in a third.
 
-    DIRECTION: 0 forward, 1 reverse, 2 Jensen-Shannon. The gradient of the last two needs the divergence itself. `aligned` is a
-    multiple of 16, the ids from it to `common` (ids of both sides) are a block of their own: under a mask that may end anywhere
-    every element would be read by itself.
+    DIRECTION: 0 forward, 1 reverse, 2 Jensen-Shannon. The gradient of the last two needs the divergence, hence the third pass.
+    `common` is the number of ids that student and teacher share, and `aligned` the largest multiple of 16 up to it. The ids
+    between them are a block of their own: with a mask that may end anywhere, loads would not be vectorised.
     """
     token = tl.program_id(0).to(tl.int64)
     student += token * student_stride

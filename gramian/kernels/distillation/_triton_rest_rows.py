@@ -1,4 +1,4 @@
-"""The Triton kernels of rest_rows.py: the student's mass on ids that a sparse teacher omits. Importing this imports triton."""
+"""The Triton kernels of rest_rows.py: student sums over ids that a sparse teacher omits. Importing this imports triton."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -9,7 +9,10 @@ from gramian.kernels.distillation._triton_distill_rows import squash, squash_der
 
 @triton.jit
 def _add_block(x, u, scale, cap, largest, total, weighted, total_1, CAP: tl.constexpr):
-    """Add a block of products x to the running sums of exp(u z), z exp(u z) and exp(z), z their logits; −inf adds nothing."""
+    """Add one block of head products x, with logits z, to the running sums of exp(u z), z exp(u z) and exp(z); skip x = −inf.
+
+    The sums are relative to the `largest` logit so far. Returns the new largest, and the three sums.
+    """
     there = x != -float("inf")
     z = squash(tl.where(there, x, 0.0), scale, cap, CAP)
     new = tl.maximum(largest, tl.max(tl.where(there, z, -float("inf")), 0))
@@ -31,7 +34,8 @@ def rest_rows(
 ):  # fmt: skip
     """One row of products: its largest logit z, log Σ exp(u z), Σ z exp(u z) / Σ exp(u z) and log Σ exp(z), u = 1/temperature.
 
-    `aligned` is a multiple of 16; the ids beyond it are a block of their own, so that the other loads stay vectorised.
+    A product of −inf is left out. `aligned` is the largest multiple of 16 up to `vocabulary`; the ids beyond it are a block of
+    their own, so that all other loads are vectorised.
     """
     token = tl.program_id(0).to(tl.int64)
     products += token * stride
@@ -76,8 +80,9 @@ def rest_gradient(
 ):  # fmt: skip
     """One block of a row: replace products x by (factor · exp(u z − lse) + ce_weight · (exp(z − lse₁) − onehot)) · dz/dx.
 
-    z is the logit of x, u = 1/temperature; `rows` has factor, lse and lse₁ of each row; onehot is 1 at the target. The first
-    block also takes the ids from `aligned`, a multiple of 16, to the end.
+    z is the logit of x, u = 1/temperature; `rows` has factor, lse and lse₁ of each row; onehot is 1 at the target. The result
+    is 0 where x is −inf and in rows whose target is `ignore_index`. The program of the first block also writes the ids from
+    `aligned`, a multiple of 16, to the end.
     """
     token = tl.program_id(1).to(tl.int64)
     products += token * stride

@@ -1,7 +1,8 @@
-"""The distillation loss of tokens from the logits of student and teacher; its gradient can overwrite the student's products.
+"""The distillation loss per token from student and teacher logits; its gradient can overwrite the student's head products.
 
-Legend: N tokens, V vocabulary (of either side), C ids that both have, R quantities of a token (`ROWS`), T temperature.
-p = softmax(t/T) and q = softmax(s/T) over C, q₁ = softmax(s) over the student's V; s, t are the logits of student, teacher.
+Legend: N tokens, V vocabulary (of student or teacher), C ids that both have, R quantities of a token (`ROWS`), T temperature.
+With the student's logits s and the teacher's t: p = softmax(t/T) and q = softmax(s/T) over the C common ids, q₁ = softmax(s)
+over the student's V ids. Head products are hidden state · head, from which a `Squash` computes logits.
 """
 
 from dataclasses import dataclass
@@ -15,14 +16,17 @@ from gramian.kernels.launch import on_device, takes_kernel
 
 ROWS = ("terms", "kl", "ce", "agreement", "teacher_entropy", "student_entropy", "gold", "teacher_gold", "slope")
 """Names of the quantities per token. terms: 1 if the token counts; all are 0 if not. kl: the divergence at temperature T,
-without T². ce: cross-entropy. agreement: 1 where a largest logit of the student is a largest of the teacher. The entropies are
-of softmax(logits/T). gold: 1 if the teacher has the target id, teacher_gold: its log-probability at T = 1. slope: d(T² kl)/dT.
+without T². ce: cross-entropy. agreement: 1 if student and teacher have the same most likely id. The entropies are those of
+softmax(logits/T). gold: 1 if the teacher has the target id; teacher_gold: its log-probability at T = 1. slope: d(T² kl)/dT.
 """
 
 
 @dataclass(frozen=True)
 class RowObjective:
-    """Loss of one token: kd_weight · T² · divergence + ce_weight · cross-entropy; 0 where the target is `ignore_index`."""
+    """Loss of one token: kd_weight · T² · divergence + ce_weight · cross-entropy; 0 where the target is `ignore_index`.
+
+    `direction` is "forward" KL(p‖q), "reverse" KL(q‖p) or "jsd", p teacher and q student; `beta` is the weight of p in "jsd".
+    """
 
     direction: str = "forward"
     beta: float = 0.5
@@ -33,7 +37,10 @@ class RowObjective:
 
 @dataclass(frozen=True)
 class Squash:
-    """The map from head products x (hidden state · head) to logits z = softcap · tanh(scale · x / softcap), or scale · x."""
+    """The map from head products x (hidden state · head) to logits z = softcap · tanh(scale · x / softcap).
+
+    Without a softcap (None), z = scale · x.
+    """
 
     scale: float = 1.0
     softcap: float | None = None
@@ -64,21 +71,23 @@ def distill_rows(
     gradient: bool,
     out_RN: Tensor | None = None,
 ) -> Tensor:
-    """The quantities in `ROWS` for every token; `gradient`: the student's products become d(sum of losses)/d(products).
+    """The quantities in `ROWS` for every token; with `gradient`, the student's products become d(sum of losses)/d(products).
 
-    Forward direction, no softcap, p and q the softmax of teacher and student logits over T, q₁ the student's at T = 1:
+    In the forward direction without softcap or scale the gradient is
 
-        d(products) = kd_weight · T · (q − p) + ce_weight · (q₁ − onehot(target)).
+        d(products) = kd_weight · T · (q − p) + ce_weight · (q₁ − onehot(target)),
 
-    A token whose target is ignore_index has zeros in all rows and in its gradient, whatever its logits contain. A target
-    outside the student's vocabulary gives a loss that is not a number.
+    p and q the softmax of teacher and student logits over T, and q₁ the student's at T = 1. A token whose target is
+    `ignore_index` has zeros in all quantities and in its gradient, whatever its logits contain. A target outside the student's
+    vocabulary gives a cross-entropy of NaN.
 
-    Cost: the kernel reads both logits twice and writes one of them; thrice for "reverse" and "jsd". Logits of two bytes
-    are read as they are and everything is computed in float32.
+    Cost: the kernel reads the products of both twice (with the gradient of "reverse" and "jsd" three times) and writes the
+    gradient once. Products in half precision are not copied; everything is computed in float32.
 
     Args:
-        student_NV: The student's products of hidden states and head, bias included, [tokens, vocabulary]; adjacent columns.
-        teacher_NV: The teacher's. The vocabularies may differ in length: the divergence is over the ids that both have.
+        student_NV: The student's products of hidden states and head, bias included, [tokens, vocabulary]. The kernel needs
+            adjacent columns (stride 1) of both; other layouts use plain torch.
+        teacher_NV: The teacher's products. The vocabularies may differ in length: the divergence is over the common ids.
         targets_N: Target ids, integers.
         temperature: T, 0-dim, on the device of the logits.
         objective: Direction and weights of the loss.
@@ -88,7 +97,7 @@ def distill_rows(
         out_RN: Tensor to write the result to; None: a new one.
 
     Returns:
-        [len(ROWS), tokens] in float32; in float64 if logits are.
+        [len(ROWS), tokens] in float32; in float64 if the products are.
     """
     on_cuda = targets_N.is_cuda and temperature.is_cuda
     adjacent = student_NV.stride(1) == teacher_NV.stride(1) == 1
@@ -113,7 +122,7 @@ def distill_rows_twin(
     gradient: bool,
     out_RN: Tensor | None = None,
 ) -> Tensor:
-    """`distill_rows`, distillation loss quantities per token and the student's gradient, in plain torch."""
+    """`distill_rows`, distillation loss quantities per token and the student's gradient, in plain torch; same arguments."""
     wide = wide_dtype(student_NV, teacher_NV)
     z_NV, t_NC = student(student_NV.to(wide)), teacher(teacher_NV.to(wide))
     common = min(z_NV.shape[1], t_NC.shape[1])
@@ -159,7 +168,9 @@ def assemble_rows(
 ) -> Tensor:
     """Write the quantities of every token in the order of `ROWS`, zero if a token does not count; returns [len(ROWS), tokens].
 
-    `slope` is the derivative of the divergence with respect to u = 1/temperature; the row contains d(T² · divergence)/dT.
+    The keyword arguments are [tokens] each. `known`: whether the teacher has the target id. `slope`: derivative of the
+    divergence with respect to u = 1/temperature, from which d(T² · divergence)/dT is computed. `vocabulary`: number of the
+    student's ids; the cross-entropy of any other target is NaN. `out_RN`: tensor to write to; None: a new one.
     """
     counts_N = targets_N != objective.ignore_index
     inside_N = (targets_N >= 0) & (targets_N < vocabulary)
@@ -193,8 +204,9 @@ def distill_rows_kernel(
 ) -> Tensor:
     """`distill_rows`, loss quantities per token and the student's gradient, in Triton and float32: one program per token.
 
-    Sums are computed lane by lane and added at the end. Four ids per thread take 111 registers, so that two programs fit on a
-    multiprocessor; eight take 179. `block`, a power of two of at least 16, is the number of ids read at once.
+    `block`, a power of two of at least 16, is the number of ids read at once; `warps` and `stages` are Triton launch options.
+    Sums are accumulated per lane and added at the end. Four ids per thread need 111 registers, so that two programs fit on a
+    multiprocessor; eight ids need 179.
     """
     from gramian.kernels.distillation import _triton_distill_rows as triton_kernels
 

@@ -1,4 +1,4 @@
-"""Divergences between two distributions per row, with derivatives, in plain torch; stable where both nearly agree.
+"""Divergences between teacher and student distributions per token, with derivatives, accurate where both nearly agree.
 
 Legend: N tokens, K outcomes. a = u s are the student's logits over the temperature, b = u t the teacher's, u = 1/T;
 q = softmax(a), p = softmax(b).
@@ -17,7 +17,7 @@ EMPTY = -1e30
 
 @dataclass(frozen=True)
 class Divergence:
-    """The divergence D of the teacher's p from the student's q for N rows, its derivatives, and both entropies."""
+    """The divergence D between the teacher's p and the student's q for N rows, its derivatives, and both entropies."""
 
     value_N: Tensor
     gradient_NK: Tensor
@@ -38,18 +38,18 @@ def divergence(a_NK: Tensor, b_NK: Tensor, s_NK: Tensor, t_NK: Tensor, direction
         jsd      β KL(p‖m) + (1−β) KL(q‖m)                 ∂D/∂a = (1−β) q (log(q/m) − KL(q‖m))
                                                            dD/du = (1−β) Cov_q(s, log(q/m)) + β Cov_p(t, log(p/m))
 
-    KL(p‖q) is summed as Σ (p x − p + q), whose terms are not negative: an error of the normalisers then counts only
-    squared, where p ≈ q would otherwise leave nothing but that error.
+    KL(p‖q) is summed as Σ (p x − p + q), whose terms are not negative. Rounding errors of the normalisers then enter only
+    squared; in Σ p x they would dominate where p ≈ q.
 
     Cost: about fourteen passes over N·K.
 
     Args:
-        a_NK: The student's logits over the temperature, float32 or float64. EMPTY is an outcome of no mass.
-        b_NK: The teacher's.
+        a_NK: The student's logits over the temperature, float32 or float64; `EMPTY` for an outcome without probability.
+        b_NK: The teacher's logits over the temperature, likewise.
         s_NK: da/du, finite: the student's logits.
         t_NK: db/du, finite: the teacher's logits.
         direction: One of `DIRECTIONS`.
-        beta: Between 0 and 1, both excluded; for "jsd".
+        beta: Weight β of "jsd", between 0 and 1, both excluded; not used otherwise.
     """
     log_q_NK, log_p_NK = log_probabilities(a_NK), log_probabilities(b_NK)
     q_NK, p_NK = log_q_NK.exp(), log_p_NK.exp()
@@ -75,16 +75,16 @@ def divergence(a_NK: Tensor, b_NK: Tensor, s_NK: Tensor, t_NK: Tensor, direction
 
 
 def log_probabilities(z_NK: Tensor) -> Tensor:
-    """log_softmax along dim 1 of logits [N, K], from the largest logit, so that the normaliser's rounding is small.
+    """log_softmax along dim 1 of logits [N, K], computed relative to the largest logit, so that rounding errors are small.
 
-    torch's own adds the exponentials one after another, and loses two digits over 100,000 of them.
+    torch's own log_softmax adds the exponentials one after another, and loses two digits over 100,000 of them.
     """
     z_NK = z_NK - z_NK.amax(1, keepdim=True)
     return z_NK - z_NK.logsumexp(1, keepdim=True)
 
 
 def _centred(s_NK: Tensor, q_NK: Tensor) -> Tensor:
-    """s less its mean Σ q s, for s and probabilities q [N, K]; from the largest s, so that a rounded Σ q ≠ 1 costs little."""
+    """s − Σ q s per row, for s and probabilities q [N, K]; the largest s is subtracted first against rounding of Σ q."""
     s_NK = s_NK - s_NK.amax(1, keepdim=True)
     return s_NK - (q_NK * s_NK).sum(1, keepdim=True)
 

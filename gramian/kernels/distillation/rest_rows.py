@@ -1,6 +1,7 @@
-"""The student's probability of all ids that a sparse teacher does not list, token by token, and its gradient.
+"""Sums over the student's logits of all ids that a sparse teacher does not list, token by token, and their gradient.
 
-Legend: N tokens, V vocabulary, S numbers per row (`REST`), u = 1/temperature. A product of −inf leaves an id out.
+Legend: N tokens, V vocabulary, S numbers per row (`REST`), u = 1/temperature. Rows are the student's head products (hidden
+state · head), one per token; a product of −inf leaves an id out.
 """
 
 import torch
@@ -21,13 +22,13 @@ def rest_rows(products_NV: Tensor, temperature: Tensor, squash: Squash = PLAIN) 
     Cost: one read of the products.
 
     Args:
-        products_NV: Products of hidden states and head, [tokens, vocabulary], adjacent columns; −inf leaves an id out, and at
-            least one per row must stay in.
+        products_NV: Products of hidden states and head, [tokens, vocabulary]; −inf leaves an id out, and every row must have
+            at least one other product. The kernel needs adjacent columns (stride 1); other layouts use plain torch.
         temperature: 0-dim, on the same device.
         squash: Map from products to logits.
 
     Returns:
-        [4, tokens] in float32; in float64 if the products are.
+        [4, tokens], in the order of `REST`, in float32; in float64 if the products are.
     """
     if takes_kernel(products_NV, temperature.float()) and products_NV.stride(1) == 1:
         return rest_rows_kernel(products_NV, temperature, squash)
@@ -47,11 +48,19 @@ def rest_gradient_(
 ) -> None:
     """Overwrite each product x [N, V] by (factor · exp(u z − lse) + ce_weight · (exp(z − lse₁) − onehot(target))) · dz/dx.
 
-    z is the logit of x, u = 1/temperature. 0 where x is −inf (an id left out) and in rows whose target is ignore_index. lse₁,
-    `lse_at_one_N`, is over the whole vocabulary at temperature 1; `lse_N` over the ids whose probabilities `factor_N`
-    multiplies.
+    z is the logit of x, u = 1/temperature. The result is 0 where x is −inf (an id left out) and in rows whose target is
+    `ignore_index`. Cost: one read and one write of the products.
 
-    Cost: one read and one write of the products.
+    Args:
+        products_NV: Products of hidden states and head, overwritten in place.
+        targets_N: Target ids, integers.
+        temperature: 0-dim, on the same device.
+        factor_N: Factor of the probabilities exp(u z − lse) in the gradient.
+        lse_N: log Σ exp(u z) over the ids whose probabilities `factor_N` multiplies.
+        lse_at_one_N: lse₁ = log Σ exp(z) over the whole vocabulary.
+        ce_weight: Weight of the cross-entropy in the loss.
+        ignore_index: Target of tokens that do not count.
+        squash: Map from products to logits.
     """
     on_cuda = takes_kernel(products_NV, factor_N, lse_N, lse_at_one_N) and targets_N.is_cuda and temperature.is_cuda
     function = rest_gradient_kernel_ if on_cuda and products_NV.stride(1) == 1 else rest_gradient_twin_
@@ -60,7 +69,7 @@ def rest_gradient_(
 
 @torch.no_grad()
 def rest_rows_twin(products_NV: Tensor, temperature: Tensor, squash: Squash = PLAIN) -> Tensor:
-    """`rest_rows`, the largest logit and three sums of exponentials of each row of head products, in plain torch."""
+    """The same as `rest_rows`, in plain torch: the largest logit, two log-sum-exps and a weighted mean of each row, [4, N]."""
     x_NV = products_NV.to(wide_dtype(products_NV))
     left_out_NV = x_NV == -torch.inf
     z_NV = squash(x_NV).masked_fill_(left_out_NV, -torch.inf) if squash.softcap else squash(x_NV)
@@ -85,7 +94,7 @@ def rest_gradient_twin_(
     ignore_index: int,
     squash: Squash = PLAIN,
 ) -> None:
-    """`rest_gradient_`, which overwrites head products by the gradient of the loss, in plain torch."""
+    """`rest_gradient_`, which overwrites head products by the gradient of the loss, in plain torch; same arguments."""
     x_NV = products_NV.to(factor_N.dtype)
     left_out_NV = x_NV == -torch.inf
     z_NV = squash(x_NV.masked_fill(left_out_NV, 0.0))
@@ -107,7 +116,10 @@ def rest_rows_kernel(
     warps: int = 8,
     stages: int = 3,
 ) -> Tensor:
-    """`rest_rows`, four numbers per row, in Triton: one program per row reads `block` ids (a power of two ≥ 16) at once."""
+    """The same as `rest_rows`, in Triton: one program per row reads `block` ids (a power of two ≥ 16) at once.
+
+    `warps` and `stages` are Triton launch options.
+    """
     from gramian.kernels.distillation import _triton_rest_rows as triton_kernels
 
     tokens, vocabulary = products_NV.shape
@@ -137,7 +149,7 @@ def rest_gradient_kernel_(
     block: int = 2048,
     warps: int = 4,
 ) -> None:
-    """`rest_gradient_`, gradients over head products, in Triton: one program per `block` ids (a power of two ≥ 16)."""
+    """`rest_gradient_`, which overwrites head products by the gradient, in Triton: `block` ids (a power of two) per program."""
     from gramian.kernels.distillation import _triton_rest_rows as triton_kernels
 
     tokens, vocabulary = products_NV.shape

@@ -1,4 +1,4 @@
-"""The Triton kernel of direct_squares.py: per-sample gradient norms by tiles. Importing this imports triton."""
+"""The Triton kernel of direct_squares.py: per-sample gradient norms, tile by tile. Importing this imports triton."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton

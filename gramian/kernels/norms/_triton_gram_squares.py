@@ -9,7 +9,7 @@ from gramian.kernels._triton_tiles import load_tile
 
 @triton.jit
 def _triangle(index):
-    """(row, column), row <= column, of element number `index` of an upper triangle that is counted down its columns."""
+    """(row, column), row <= column, of element number `index` of an upper triangle, counted column by column."""
     column = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     # The root is of a rounded number: off by one at most.
     column = tl.where(column * (column + 1) // 2 > index, column - 1, column)
@@ -19,7 +19,10 @@ def _triangle(index):
 
 @triton.jit
 def tile_pair(index, tiles, GROUP: tl.constexpr):
-    """(row, column) of tile `index` of an upper triangle, in bands of GROUP columns, so that neighbours share reads."""
+    """(row, column) of tile number `index` of an upper triangle of `tiles` × `tiles` tiles, counted in bands of GROUP columns.
+
+    Consecutive programs then share reads.
+    """
     _, column = _triangle(index)
     first = (column // GROUP) * GROUP
     breadth = tl.minimum(tiles - first, GROUP)
@@ -52,9 +55,10 @@ def gram_squares(
     left_3_b, left_3_t, left_3_n, left_3_width,
     LEFTS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
-    """One sample, one pair of token tiles: Σ S_right ⊙ S_left over the pair, and over its diagonal.
+    """One sample, one pair of token tiles: the sum of S_right ⊙ S_left over the pair, and its part on the diagonal.
 
-    S_right = RRᵀ and S_left = Σ_k L_k L_kᵀ are Gram matrices over T tokens, of R [T, N] and of one to four L_k [T, M_k].
+    S_right = RRᵀ and S_left = Σ_k L_k L_kᵀ are Gram matrices over T tokens, of R [T, N] and of one to four L_k [T, M_k]. Pairs
+    off the diagonal count twice.
     """
     program = tl.program_id(0)
     sample = program // pairs

@@ -1,6 +1,7 @@
 """Squared Frobenius norms of per-sample gradients LᵀR, computed tile by tile; no gradient is written to memory.
 
-B samples, T tokens, M and N features.
+B samples, T tokens, M and N features. L and R are the two matrices per sample whose product is the gradient of a weight, such
+as output gradients and inputs of a linear layer.
 """
 
 import torch
@@ -23,12 +24,15 @@ _SINGLE = (
 
 
 def direct_squares(left_BTM: Tensor, right_BTN: Tensor) -> Tensor:
-    """‖L_bᵀR_b‖² of every sample b from L [B, T, M] and R [B, T, N], by the gradient's tiles, which are not written to memory.
+    """‖L_bᵀR_b‖² of every sample b from L [B, T, M] and R [B, T, N], without writing the gradients L_bᵀR_b to memory.
+
+    Returns [B] in float32; in float64 if an input is. Any strides are allowed; half precision whose rows do not begin at
+    multiples of 16 bytes is copied once.
 
     Cost: 2·T·M·N FLOPs per sample, the same as computing the gradients; M·N/2¹⁵ floats written per sample.
 
-    Strides may be any; half precision whose rows do not begin on 16 bytes is copied once. Returns [B] in float32; in float64
-    if an input is.
+    Raises:
+        GramianError: if B or T of L and R differ.
     """
     if left_BTM.shape[:2] != right_BTN.shape[:2]:
         raise GramianError(f"left: {list(left_BTM.shape)} beside right {list(right_BTN.shape)}, B and T must agree")
@@ -39,7 +43,7 @@ def direct_squares(left_BTM: Tensor, right_BTN: Tensor) -> Tensor:
 
 @torch.no_grad()
 def direct_squares_twin(left_BTM: Tensor, right_BTN: Tensor) -> Tensor:
-    """`direct_squares`, ‖LᵀR‖² per sample, in plain torch: gradients are formed for a chunk of samples or rows at a time."""
+    """`direct_squares`, ‖LᵀR‖² per sample, in plain torch: gradients are formed for a chunk of samples and rows at a time."""
     wide = wide_dtype(left_BTM, right_BTN)
     samples, rows, columns = len(left_BTM), left_BTM.shape[2], right_BTN.shape[2]
     squares_B = left_BTM.new_zeros(samples, dtype=wide)
@@ -60,8 +64,9 @@ def direct_squares_kernel(
 ) -> Tensor:
     """`direct_squares`, ‖LᵀR‖² per sample, in Triton: one program per sample and gradient tile writes its sum of squares.
 
-    Operands of two dtypes are copied to the wider one. `tiles` None: the cheapest for the shape; `group`: tile rows that are
-    walked together; `descriptor`: read by bulk copies (TMA), None: half precision where the device has them.
+    Operands of two dtypes are copied to the wider one. `tiles`: tile sizes, None: the fastest for the shape; `group`: number of
+    tile rows whose programs are consecutive, so that they share reads; `descriptor`: whether to read by bulk copies (TMA),
+    None: for half precision if the device supports it.
     """
     from gramian.kernels.norms import _triton_direct_squares as triton_kernels
 

@@ -1,6 +1,7 @@
-"""Squared Frobenius norms of per-sample gradients LᵀR through Gram matrices over tokens, for several L that share one R.
+"""Squared Frobenius norms of per-sample gradients LᵀR from Gram matrices over tokens, for several L that share one R.
 
-B samples, T tokens, M and N features; s and t run over tokens.
+B samples, T tokens, M and N features; s and t run over tokens. L and R are the two matrices per sample whose product is the
+gradient of a weight, such as output gradients and inputs of a linear layer.
 """
 
 from collections.abc import Sequence
@@ -29,13 +30,16 @@ _SINGLE = (
 def gram_squares(lefts: Sequence[Tensor], right_BTN: Tensor) -> tuple[Tensor, Tensor]:
     """‖L₁ᵀR‖² + … + ‖L_KᵀR‖² of every sample, L_k [T, M_k], R [T, N], without forming a gradient or a T×T matrix.
 
-    With rows r_t of R and l_kt of L_k, squares = Σ_st (r_s·r_t) Σ_k (l_ks·l_kt) and diagonal = Σ_t ‖r_t‖² Σ_k ‖l_kt‖², its part
-    with s = t: the squared norms if every token were a sample.
+    With rows r_t of R and l_kt of L_k, squares = Σ_st (r_s·r_t) Σ_k (l_ks·l_kt), and diagonal = Σ_t ‖r_t‖² Σ_k ‖l_kt‖² is its
+    part with s = t: the sum over tokens of the squared norms of per-token gradients.
 
     Cost: T(T + 128)(N + Σ M_k) FLOPs per sample, half of what two full Gram matrices take; (T/128)² floats written.
 
-    `lefts` are one to four tensors [B, T, M_k]. Strides may be any; half precision whose rows do not begin on 16 bytes is
-    copied once. Returns squares [B] and diagonal [B], in float32; in float64 if an input is.
+    `lefts` are one to four tensors [B, T, M_k]. Any strides are allowed; half precision whose rows do not begin at multiples of
+    16 bytes is copied once. Returns squares [B] and diagonal [B], in float32; in float64 if an input is.
+
+    Raises:
+        GramianError: for no or more than four lefts, or if B or T differ.
     """
     if not 1 <= len(lefts) <= MOST_LEFTS:
         raise GramianError(f"lefts: {len(lefts)} tensors, expected 1 to {MOST_LEFTS}")
@@ -78,9 +82,10 @@ def gram_squares_kernel(
 ) -> tuple[Tensor, Tensor]:
     """`gram_squares`, Σ_k ‖L_kᵀR‖², in Triton: one program per sample and pair of token tiles on or above the diagonal.
 
-    The Gram tiles of the right and of all lefts accumulate in registers, are multiplied there and summed to one float; torch
-    sums these. Pairs off the diagonal count twice. `tiles` (None: the cheapest) are square; `group`: tile columns walked
-    together; `descriptor`: read by bulk copies (TMA), None: half precision where the device has them.
+    The Gram tiles of R and of all L_k accumulate in registers, are multiplied there and summed to one float; torch sums these.
+    Pairs off the diagonal count twice. `tiles`: square tile sizes, None: the fastest; `group`: number of tile columns whose
+    programs are consecutive, so that they share reads; `descriptor`: whether to read by bulk copies (TMA), None: for half
+    precision if the device supports it.
     """
     from gramian.kernels.norms import _triton_gram_squares as triton_kernels
 

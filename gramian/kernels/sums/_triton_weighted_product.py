@@ -16,8 +16,8 @@ def weighted_product(
 ):  # fmt: skip
     """One tile of Σ_b c_b L_bᵀR_b, c_b the weight of sample b, over one part of the steps; a step is DEPTH tokens of a sample.
 
-    L_b is [T, M], R_b [T, N] for T tokens. The loop runs over samples and tokens as one, so that loads of the next sample are
-    under way while this one ends.
+    L_b is [T, M], R_b [T, N] for T tokens. One loop runs over the tokens of all samples, so that loads of the next sample
+    overlap with the computation of the current one.
     """
     row_tile, column_tile = grouped(tl.program_id(0), row_tiles, column_tiles, GROUP)
     part = tl.program_id(1)

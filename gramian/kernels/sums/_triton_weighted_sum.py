@@ -1,4 +1,4 @@
-"""The Triton kernels of weighted_sum.py: sums and norms of stored gradients. Importing this imports triton."""
+"""The Triton kernels of weighted_sum.py: weighted sum and norms of stored gradients. Importing this imports triton."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton

@@ -1,4 +1,4 @@
-"""A batch with every sample multiplied by its weight, rounded once to the batch's own dtype.
+"""A batch with every sample multiplied by its weight, rounded once to the dtype of the batch.
 
 B samples, of any shape.
 """
@@ -10,7 +10,7 @@ from gramian.kernels.launch import on_device, takes_kernel
 
 
 def scaled_rows(x_B: Tensor, weights_B: Tensor) -> Tensor:
-    """x [B, …] with sample b multiplied by weights_B[b]: new, contiguous, in x's dtype. Cost: one read, one write of x."""
+    """x [B, …] with sample b multiplied by weights_B[b], as a new contiguous tensor in x's dtype. Cost: one read, one write."""
     if takes_kernel(x_B) and weights_B.is_cuda and x_B.is_contiguous() and x_B.numel():
         return scaled_rows_kernel(x_B, weights_B)
     return scaled_rows_twin(x_B, weights_B)
@@ -25,7 +25,10 @@ def scaled_rows_twin(x_B: Tensor, weights_B: Tensor) -> Tensor:
 
 @torch.no_grad()
 def scaled_rows_kernel(x_B: Tensor, weights_B: Tensor, *, block: int = 4096) -> Tensor:
-    """`scaled_rows` of a contiguous x in Triton: one program per `block` (a power of two) elements; float32 weights."""
+    """`scaled_rows`, every sample of a contiguous x times its weight in float32, in Triton: `block` elements per program.
+
+    `block` is a power of two.
+    """
     from gramian.kernels.sums import _triton_scaled_rows as triton_kernels
 
     out_B = torch.empty_like(x_B)

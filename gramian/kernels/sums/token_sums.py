@@ -11,7 +11,7 @@ from gramian.core.errors import GramianError
 from gramian.kernels.launch import on_device, processors, takes_kernel
 
 WIDEST_NORMED = 16384
-"""Most features D of `normed_sums_kernel`, which holds all D of a token in registers; wider layers take the torch function."""
+"""Largest number D of features for `normed_sums_kernel`, which loads all D of a token at once; wider layers use plain torch."""
 
 
 def token_sums(g_BTN: Tensor) -> Tensor:
@@ -25,10 +25,13 @@ def token_sums(g_BTN: Tensor) -> Tensor:
 def normed_sums(x_BTD: Tensor, g_BTD: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
     """Σ_t g_bt ⊙ x̂_bt and Σ_t g_bt, the gradients of weight and bias of a normalisation layer for every sample.
 
-    x̂ = (x − mean) / √(var + eps) if centred (layer norm), else x / √(mean x² + eps) (RMS norm), over D for each token.
+    x̂ = (x − mean) / √(var + eps) if `centred` (layer norm), else x / √(mean x² + eps) (RMS norm), over D for each token.
 
-    x is the layer's input and g the gradient of its output, both of any strides. Cost: one read of each. Returns [B, D] and
-    [B, D] in float32; in float64 if an input is.
+    x is the layer's input and g the gradient of its output, both of any strides. Cost: one read of each. Returns the two sums,
+    each [B, D], in float32; in float64 if an input is.
+
+    Raises:
+        GramianError: if the shapes of x and g differ.
     """
     if x_BTD.shape != g_BTD.shape:
         raise GramianError(f"x: {list(x_BTD.shape)} beside g {list(g_BTD.shape)}, the shapes must agree")
@@ -58,8 +61,8 @@ def normed_sums_twin(x_BTD: Tensor, g_BTD: Tensor, eps: float, centred: bool) ->
 def token_sums_kernel(g_BTN: Tensor, *, chunk: int | None = None, rows: int = 8, columns: int = 512) -> Tensor:
     """`token_sums`, g [B, T, N] summed over T, in Triton: a program per sample, chunk of tokens and block of columns.
 
-    `chunk`: tokens that one program sums; None: such that the programs fill the device. `rows` (tokens read at once) and
-    `columns` (of a program) are powers of two.
+    `chunk`: number of tokens that one program sums; None: so that there are enough programs for the device. `rows`, the tokens
+    read at once, and `columns`, the features of one program, are powers of two.
     """
     from gramian.kernels.sums import _triton_token_sums as triton_kernels
 
@@ -83,8 +86,8 @@ def normed_sums_kernel(
 ) -> tuple[Tensor, Tensor]:
     """`normed_sums`, gradients of a norm layer, in Triton: one program per sample and chunk of tokens; torch sums the chunks.
 
-    `chunk`: tokens that one program sums; None: such that the programs fill the device. `rows`: tokens read at once, a power of
-    two; None: about 2048 elements.
+    `chunk`: number of tokens that one program sums; None: so that there are enough programs for the device. `rows`: tokens read
+    at once, a power of two; None: as many as have about 2048 elements.
     """
     from gramian.kernels.sums import _triton_token_sums as triton_kernels
 
@@ -107,6 +110,6 @@ def normed_sums_kernel(
 
 
 def _chunk(rows: int, tokens: int, programs: int) -> int:
-    """Tokens per program such that about `programs` programs run over `rows` independent sums, but no fewer than 32."""
+    """Number of tokens per program, at least 32, for which `rows` independent sums make about `programs` programs."""
     chunks = max(1, programs // max(1, rows))
     return max(32, -(-tokens // chunks))

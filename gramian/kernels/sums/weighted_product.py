@@ -1,6 +1,6 @@
 """The weighted sum of per-sample gradients LᵀR as one matrix product, with float32 weights.
 
-B samples, T tokens, M and N features.
+B samples, T tokens, M and N features. L and R are, for example, output gradients and inputs of a linear layer.
 """
 
 import torch
@@ -32,13 +32,16 @@ _SINGLE = (
 def weighted_product(left_BTM: Tensor, right_BTN: Tensor, weights_B: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Σ_b c_b L_bᵀR_b, [M, N] in `out_dtype`, from L [B, T, M], R [B, T, N] and weights c [B], rounded once.
 
-    Each sample's product is scaled by c_b before it joins the sum, in float32 (float64 if a side is). A sample of weight
-    exactly 0 adds nothing, whatever it contains.
+    Each sample's product L_bᵀR_b is multiplied by c_b and added in float32 (float64 if L or R is). A sample of weight exactly 0
+    adds nothing, even if it contains NaN or infinity.
 
-    Cost: 2·B·T·M·N FLOPs, one read of both sides per band of tiles, one write of [M, N]; where that is too few tiles to fill
-    the device, up to B·T·M·N/2²⁵ more float32 [M, N] are written and summed.
+    Cost: 2·B·T·M·N FLOPs, one read of L and R per band of tiles, one write of [M, N]. If these are too few tiles to fill the
+    device, the tokens are divided into up to B·T/(16·tile depth) parts, whose float32 sums [M, N] are written and added.
 
-    Strides may be any; half precision whose rows do not begin on 16 bytes is copied once.
+    Any strides are allowed; half precision whose rows do not begin at multiples of 16 bytes is copied once.
+
+    Raises:
+        GramianError: if B or T of L and R differ, or c is not [B].
     """
     samples = len(left_BTM)
     if left_BTM.shape[:2] != right_BTN.shape[:2]:
@@ -52,7 +55,7 @@ def weighted_product(left_BTM: Tensor, right_BTN: Tensor, weights_B: Tensor, out
 
 @torch.no_grad()
 def weighted_product_twin(left_BTM: Tensor, right_BTN: Tensor, weights_B: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """`weighted_product`, Σ_b c_b L_bᵀR_b over samples b, in plain torch: sample after sample."""
+    """`weighted_product`, Σ_b c_b L_bᵀR_b over samples b, in plain torch, one sample at a time."""
     wide = wide_dtype(left_BTM, right_BTN)
     total_MN = left_BTM.new_zeros((left_BTM.shape[2], right_BTN.shape[2]), dtype=wide)
     weights_B = weights_B.to(wide)
@@ -76,9 +79,10 @@ def weighted_product_kernel(
 ) -> Tensor:
     """`weighted_product`, Σ_b c_b L_bᵀR_b, in Triton: one program per tile of the result and part of the tokens.
 
-    `parts`: number of ranges of tokens, of all samples one after another, into which the sum is cut; None: as many as fill the
-    device with programs of at least 16 steps. `tiles` None: the cheapest for the shape; `group`: tile rows that are walked
-    together; `descriptor`: read by bulk copies (TMA), None: half precision where the device has them.
+    `parts`: number of parts into which the concatenated tokens of all samples are divided; None: as many as fill the device
+    with programs of at least 16 steps (`tiles.depth` tokens each). `tiles`: tile sizes, None: the fastest for the shape;
+    `group`: number of tile rows whose programs are consecutive, so that they share reads; `descriptor`: whether to read by bulk
+    copies (TMA), None: for half precision if the device supports it.
     """
     from gramian.kernels.sums import _triton_weighted_product as triton_kernels
 

@@ -15,9 +15,12 @@ from gramian.plan.norm_algorithm import CHUNK_ELEMENTS
 def weighted_sum(kept_BN: Tensor, weights_B: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """Σ_b c_b g_b of stored gradients g [B, N] with weights c [B], accumulated in float32; returns [N] in `out_dtype`.
 
-    A row of weight exactly 0 adds nothing, whatever it contains; the kernel does not read it. Strides may be any; all is in
-    float64 if the gradients are. The result is rounded once; `out_dtype` None: the dtype of the sum. Cost: one read of the
-    gradients.
+    A gradient of weight exactly 0 adds nothing, even if it contains NaN or infinity; the kernel does not read it. Float64
+    gradients are summed in float64. The sum is rounded once; `out_dtype` None: not rounded. Any strides are allowed. Cost: one
+    read of the gradients.
+
+    Raises:
+        GramianError: if c is not [B].
     """
     if weights_B.shape != kept_BN.shape[:1]:
         raise GramianError(f"weights: shape {list(weights_B.shape)}, expected one for each of the {len(kept_BN)} rows")
@@ -33,7 +36,7 @@ def row_squares(kept_BN: Tensor) -> Tensor:
 
 @torch.no_grad()
 def weighted_sum_twin(kept_BN: Tensor, weights_B: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    """`weighted_sum`, Σ_b c_b g_b of stored gradients, in plain torch: row after row."""
+    """`weighted_sum`, Σ_b c_b g_b of stored gradients, in plain torch, one gradient at a time."""
     wide = wide_dtype(kept_BN)
     weights_B = weights_B.to(wide)
     total_N = kept_BN.new_zeros(kept_BN.shape[1], dtype=wide)
@@ -56,7 +59,7 @@ def row_squares_twin(kept_BN: Tensor) -> Tensor:
 def weighted_sum_kernel(
     kept_BN: Tensor, weights_B: Tensor, out_dtype: torch.dtype | None = None, *, rows: int = 4, columns: int = 1024
 ) -> Tensor:
-    """`weighted_sum`, Σ_b c_b g_b, in Triton: a program adds up `columns` columns, `rows` rows at a time (powers of 2)."""
+    """`weighted_sum`, Σ_b c_b g_b, in Triton: a program sums `columns` elements, `rows` gradients at a time (powers of two)."""
     from gramian.kernels.sums import _triton_weighted_sum as triton_kernels
 
     samples, width = kept_BN.shape
@@ -73,9 +76,10 @@ def weighted_sum_kernel(
 
 @torch.no_grad()
 def row_squares_kernel(kept_BN: Tensor, *, chunk: int = 1 << 15, columns: int = 2048) -> Tensor:
-    """`row_squares`, the squared norm of each row, in Triton: one program per row and chunk; torch sums the chunks.
+    """`row_squares`, the squared norm of each stored gradient, in Triton: one program per gradient and chunk of its elements.
 
-    A program has `chunk` columns and reads `columns` of them at once, a power of two that divides it.
+    A program sums `chunk` elements and reads `columns` of them at once, a power of two that divides `chunk`; torch sums the
+    chunks.
     """
     from gramian.kernels.sums import _triton_weighted_sum as triton_kernels
 

@@ -1,1 +1,1 @@
-"""Symmetric positive semi-definite factors behind one interface, and the decompositions that they use."""
+"""Symmetric positive semi-definite matrices ("factors"): several representations, one interface, their decompositions."""

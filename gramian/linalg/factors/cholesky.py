@@ -11,30 +11,41 @@ from gramian.linalg.factors.eigendecomposition import eigendecompose
 from gramian.linalg.wide import padded
 
 LARGEST_JITTER = 1e-1
-"""Largest jitter relative to the mean diagonal; a matrix that needs more is decomposed by eigenvalues instead."""
+"""Largest jitter (number added to the diagonal) over mean |diagonal|; a matrix that needs more is eigendecomposed instead."""
 
 
 @dataclass(frozen=True)
 class CholeskyAttempt:
-    """One attempt to factorise a matrix."""
+    """One attempt to factorise a matrix: the number added to its diagonal, and the result."""
 
     jitter: float
-    """Number that was added to the diagonal."""
+    """Number that was added to the diagonal; for the eigenvalue fallback, the floor to which eigenvalues were raised."""
     result: str
-    """"ok", "not positive definite", or the name of the fallback."""
+    """"ok", "not positive definite", or "eigenvalues raised (…)" with precision and device of the fallback."""
 
 
 class Cholesky:
-    """M = L Lᵀ for a symmetric M [n, n], with fallbacks where M is not quite positive definite.
+    """The factorisation M = L Lᵀ of a symmetric M [n, n], with fallbacks where M is not quite positive definite.
 
-    The factorisation is launched at once; whether it worked is checked on first use, so that many of them can be queued on a
-    GPU before anyone waits. If it failed: jitter `first_jitter`·mean|diag| on the diagonal, ten times more after every
-    failure up to `LARGEST_JITTER`, then the eigenvalue form with eigenvalues raised to the first jitter, and above rounding
-    error. Every try is in `attempts`; NaN or infinity in M is an error. Cost: n³/3 FLOPs for each.
+    The constructor launches the factorisation; whether it succeeded is checked on first use, so that many factorisations can
+    be queued on a GPU before the host waits. If it failed, it is repeated with jitter on the diagonal, which starts at
+    `first_jitter`·mean|diag| and grows tenfold after every failure, up to `LARGEST_JITTER`·mean|diag|. If all fail, M is
+    eigendecomposed, and its eigenvalues are raised to at least the first jitter and to above rounding error. `attempts` lists
+    what was tried.
+
+    Raises:
+        GramianError: on first use, if the factorisation failed and M contains NaN or infinity.
+
+    Cost: n³/3 FLOPs per attempt, about 9n³ for the eigendecomposition.
     """
 
     def __init__(self, matrix: Tensor, first_jitter: float) -> None:
-        """Launch the plain factorisation of a float32 or float64 matrix, which is referenced until the first use."""
+        """Launch the factorisation of a float32 or float64 matrix, which is referenced until the first use.
+
+        Args:
+            matrix: M [n, n], symmetric.
+            first_jitter: first number to add to the diagonal if M is not positive definite, relative to mean |diag M|.
+        """
         self._matrix: Tensor | None = matrix
         self._first_jitter = first_jitter
         self._attempts: list[CholeskyAttempt] = []
@@ -50,7 +61,7 @@ class Cholesky:
 
     @classmethod
     def of_parts(cls, parts: Sequence[Tensor], attempts: Sequence[CholeskyAttempt]) -> "Cholesky":
-        """A factorisation that another process made, from the values of its `parts` and `attempts`."""
+        """Rebuild a factorisation that another process computed, from what its `parts()` and `attempts` returned."""
         found = cls.__new__(cls)
         found._matrix = found._inverse = found._logdet = None
         found._attempts = list(attempts)
@@ -59,7 +70,7 @@ class Cholesky:
         return found
 
     def parts(self) -> list[Tensor]:
-        """[L], or [eigenvalues, eigenvectors] where Cholesky failed; must be called before the first `solve`."""
+        """[L], or [eigenvalues, eigenvectors] where Cholesky failed; call it before `solve`, which may replace L by L⁻¹."""
         self._settle()
         if self._eigen is not None:
             return list(self._eigen)
@@ -74,16 +85,16 @@ class Cholesky:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrix, while it is referenced, and of what was computed from it."""
+        """Bytes of the factorisation (L, L⁻¹ or eigenpairs), and of the matrix M until the first use."""
         tensors = (self._lower, self._inverse, self._matrix, *(self._eigen or ()))
         return sum(t.nbytes for t in tensors if t is not None)
 
     def solve(self, y_NK: Tensor) -> Tensor:
         """M⁻¹ Y for Y [n, k], in the matrix's dtype. 2·n²·k FLOPs.
 
-        With many columns as L⁻ᵀ(L⁻¹ Y), L⁻¹ being formed once (n³/3 FLOPs) and stored in place of L: plain products are
-        several times as fast as triangular solves on a GPU, and as accurate, since L has the square root of M's condition
-        number.
+        The first Y with k ≥ n/2 columns makes this object form L⁻¹ (n³/3 FLOPs) and store it in place of L; from then on the
+        result is L⁻ᵀ(L⁻¹ Y). Plain products are several times as fast as triangular solves on a GPU, and as accurate, since
+        the condition number of L is the square root of that of M.
         """
         self._settle()
         if self._eigen is not None:
@@ -100,7 +111,7 @@ class Cholesky:
         return self._inverse.mT @ (self._inverse @ y_NK.to(self._inverse.dtype))
 
     def logdet(self) -> Tensor:
-        """log det M of the factorised matrix, 0-dim."""
+        """log det of the matrix that was factorised (M, with any jitter or raised eigenvalues), 0-dim."""
         self._settle()
         if self._eigen is not None:
             return self._eigen[0].log().sum()
@@ -110,7 +121,10 @@ class Cholesky:
         return 2 * self._lower.diagonal().log().sum()
 
     def _settle(self, good: bool | None = None) -> None:
-        """Check once whether the factorisation worked and repair it if not; `good`: the result of the check, if known."""
+        """On the first call, check whether the factorisation succeeded, and repair it if not.
+
+        `good`: whether it succeeded, if the caller has read that from the device already; None: read it here.
+        """
         if self._matrix is None:
             return
         self._attempts = []
@@ -143,7 +157,7 @@ class Cholesky:
 
 
 def settle_all(systems: Sequence[Cholesky]) -> None:
-    """Check the results of many factorisations and repair those that failed, waiting for each device once."""
+    """Check whether many factorisations succeeded, with one wait per device, and repair those that failed."""
     waiting = [system for system in systems if system._matrix is not None]
     by_device: dict[torch.device, list[Cholesky]] = {}
     for system in waiting:

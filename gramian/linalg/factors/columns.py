@@ -1,6 +1,7 @@
-"""Products with a stored thin matrix U [n, r], a block of rows at a time: float32 or float64 copies of a block, never of U.
+"""Products with a stored thin matrix U [n, r], a block of rows at a time: only one block is converted to float32 or float64.
 
-Products are computed on the rows of U of this process; three hooks complete them to all rows. Here all rows are local.
+Products are computed with the rows of U that this process stores. Three methods, `_rows`, `_added` and `_given`, extend them to
+rows that other processes store; in the base class all rows are local, and they return their argument.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,13 +16,13 @@ from gramian.linalg.wide import pieces, wide_mm, wide_norms
 
 
 class Columns:
-    """A stored matrix U [n, r], and products with it; the rows may be sharded over processes in subclasses."""
+    """A stored matrix U [n, r], and products with it; subclasses shard its rows over processes."""
 
     others: RowGroup | None = None
     """The processes that store the other rows of U; None: all rows are on this process."""
 
     def __init__(self, stored: Stored) -> None:
-        """Take the stored matrix, the rows of U of this process, without copying."""
+        """Reference the stored rows of U of this process; nothing is copied."""
         self.stored = stored
         self.count = stored.body.shape[1]
         self._gram: Tensor | None = None
@@ -35,7 +36,7 @@ class Columns:
         return self.stored.body.shape[0]
 
     def whole(self) -> "Columns":
-        """The same matrix U with all rows on this process."""
+        """The same matrix U with all rows on this process; a collective where rows are sharded."""
         return self
 
     def alike(self, columns: "Columns") -> "Columns":
@@ -66,11 +67,11 @@ class Columns:
         return self.stored.nbytes + (0 if self._gram is None else self._gram.nbytes)
 
     def blocks(self) -> Iterator[slice]:
-        """Slices of rows of U, each of which is converted to float32 or float64 at a time."""
+        """Slices that cover this process's rows of U; products convert one slice at a time to float32 or float64."""
         return pieces(self.stored.body.shape[0], self.count)
 
     def _loaded(self, dtype: torch.dtype, device: torch.device | None) -> Iterator[tuple[slice, Tensor]]:
-        """(slice, rows of U) for all blocks of rows, on `device` and in `dtype`."""
+        """(slice, rows of U) for all blocks of rows, in `dtype` and on `device` (None: where U is stored)."""
         for rows, body in blocks_on(self.stored.body, self.blocks(), device):
             yield rows, self.stored.widen(body, rows, dtype)
 
@@ -95,22 +96,22 @@ class Columns:
     def gram(self, weights_N: Tensor | None = None, exact: bool = True) -> Tensor:
         """Uᵀ diag(weights) U, [r, r], float64, as a new tensor; `weights_N` None: all are 1. 2·n·r² FLOPs.
 
-        Unless `exact`, a half-precision U on a GPU goes through the tensor cores, whose float32 accumulators cost up to 1e-4
-        of an entry: no more than having been stored in half precision did.
+        With `exact` false and without weights, a half-precision U on a GPU is multiplied on tensor cores. Their float32
+        accumulators cause relative errors of up to 1e-4 per entry, no more than storing U in half precision did.
         """
         if weights_N is not None:
             return self._summed_gram(self._rows(weights_N).double(), False)
         return self.cached_gram(exact).clone()
 
     def cached_gram(self, exact: bool = True) -> Tensor:
-        """UᵀU [r, r], float64, cached until `forget`; do not write to it. Unless `exact`, tensor cores may be used."""
+        """UᵀU [r, r], float64, cached until `forget`; do not write to it. `exact` false allows tensor cores (see `gram`)."""
         coarse = not exact and self.stored.body.is_cuda and self.stored.body.dtype in HALF
         if self._gram is None or not (self._exact or coarse):
             self._gram, self._exact = self._summed_gram(None, coarse), not coarse
         return self._gram
 
     def take_gram(self, exact: bool = True) -> Tensor:
-        """UᵀU [r, r], float64, removed from the cache: the caller owns it. Unless `exact`, tensor cores may be used."""
+        """UᵀU [r, r], float64, removed from the cache: the caller owns it. `exact` false allows tensor cores (see `gram`)."""
         gram = self.cached_gram(exact)
         self.forget()
         return gram
@@ -164,7 +165,7 @@ class Columns:
         return self._with(self.stored.scaled(factor))
 
     def select(self, chosen: Tensor, scale: float) -> "Columns":
-        """The chosen columns of U, times `scale`."""
+        """The columns of U with the indices `chosen`, times `scale`."""
         return self._with(self.stored.select(chosen, scale))
 
     def join(self, other: "Columns") -> "Columns":
@@ -173,15 +174,21 @@ class Columns:
         return mine._with(join_columns(mine.stored, self.alike(other).stored, mine.others))
 
     def mixed(self, c_RK: Tensor) -> "Columns":
-        """U C for C [r, k], stored as U is. 2·n·r·k FLOPs, twice where it is rounded; computed a chunk of columns at a time."""
+        """U C for C [r, k], in the storage dtype of U and distributed as U is, computed a chunk of columns at a time.
+
+        2·n·r·k FLOPs; twice that in half precision, where a first pass finds the scales of the columns.
+        """
         return self._with(store_columns(_Product(self, c_RK), self.stored.body.dtype, self.others))
 
     def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> "Columns":
-        """The same matrix with every tensor passed through `move`; `home`: the device that computes products from now on."""
+        """The same matrix with every tensor passed through `move`.
+
+        `home`: device that computes Gram matrices and norms from now on; None: the one on which the moved tensors are.
+        """
         return self._with(self.stored.moved(move, home))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Columns":
-        """The same matrix on another device, or rounded to another storage dtype."""
+        """The same matrix on another device or rounded to another storage dtype; None leaves either as it is."""
         stored = self.stored
         if dtype is not None and dtype != stored.body.dtype:
             stored = store_columns(LoadedMatrix(stored, torch.promote_types(stored.dtype, dtype)), dtype, self.others)
@@ -189,7 +196,7 @@ class Columns:
 
 
 class _Product(MatrixSource):
-    """The product U C as a source of columns, for the rows of U on this process."""
+    """The rows of the product U C on this process, as a matrix whose columns are computed on request."""
 
     def __init__(self, columns: Columns, c_RK: Tensor) -> None:
         self._columns, self._c_RK = columns, c_RK

@@ -1,4 +1,4 @@
-"""Factors of lower rank: the leading eigenpairs of a factor, and the trace that is lost with the rest."""
+"""Compress a factor to its leading eigenpairs, and report the trace of those that were left out."""
 
 from dataclasses import dataclass
 
@@ -14,18 +14,21 @@ from gramian.linalg.factors.low_rank import LowRank
 
 @dataclass(frozen=True)
 class Compressed:
-    """A factor of lower rank, and the trace that it lost against the original."""
+    """A factor of lower rank, and the trace of the eigenpairs that were left out."""
 
     factor: Factor
     discarded_trace: float
 
 
 def compress(factor: Factor, rank: int | None = None, energy: float | None = None) -> Compressed:
-    """Keep the `rank` leading eigenvectors of a factor, or as few as have the share `energy` of its trace.
+    """Reduce a factor to its `rank` leading eigenpairs, or to the fewest that have the share `energy` of its trace.
 
-    Dense and low-rank factors become U Uᵀ with U = Q√σ, at 2·n·r·s FLOPs for s of r directions. Of diag(d) ± U Uᵀ the columns
-    are compressed: where U is subtracted M grows by what is left out, and stays positive semi-definite. A diagonal is
-    returned unchanged.
+    Dense and low-rank factors become U Uᵀ with U = Q√σ, of the s kept eigenvalues σ and eigenvectors Q; 2·n·r·s FLOPs for a
+    factor of r columns. Of diag(d) ± U Uᵀ only U Uᵀ is compressed, and `energy` is a share of its trace; with the minus sign
+    the matrix grows by what is left out, and stays positive semi-definite. A diagonal factor is returned unchanged.
+
+    Raises:
+        GramianError: unless exactly one of `rank` ≥ 1 and `energy` in (0, 1] is given.
     """
     if isinstance(factor, DiagonalLowRank):
         low = compress(LowRank(factor.columns), rank, energy)
@@ -48,7 +51,7 @@ def compress(factor: Factor, rank: int | None = None, energy: float | None = Non
 
 
 def _leading(descending: Tensor, rank: int | None, energy: float | None) -> int:
-    """Number of leading eigenvalues to keep, from `rank` or from the share `energy` of their sum."""
+    """Number of leading eigenvalues to keep, from exactly one of `rank` and the share `energy` of their sum."""
     if (rank is None) == (energy is None):
         raise GramianError("compress: expected either rank= or energy=")
     if rank is not None:

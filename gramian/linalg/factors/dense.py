@@ -16,7 +16,7 @@ from gramian.linalg.wide import by_columns, wide_norm
 
 
 class Dense(Decomposable):
-    """A factor stored as a matrix M [n, n]. Numbers: n² stored, n² more once decomposed.
+    """A factor stored as a matrix M [n, n]. Memory: n² numbers, n² more once M is decomposed.
 
     FLOPs: 9n³ for the eigendecomposition, n³/3 for Cholesky.
     """
@@ -24,12 +24,12 @@ class Dense(Decomposable):
     kind = "dense"
 
     def __init__(self, stored: Stored) -> None:
-        """Take the stored matrix; nothing is computed."""
+        """Reference the stored matrix; nothing is computed."""
         super().__init__(stored, dim=len(stored.body), rank=len(stored.body))
 
     @classmethod
     def of(cls, matrix_NN: Tensor, storage: torch.dtype | None = None) -> "Dense":
-        """Store a symmetric matrix, at most `WIDEST_DENSE` wide, in the dtype `storage`; None: its own dtype."""
+        """Store a symmetric matrix in the dtype `storage` (None: its own); GramianError if wider than `WIDEST_DENSE`."""
         if matrix_NN.dim() != 2 or matrix_NN.shape[0] != matrix_NN.shape[1] or matrix_NN.shape[0] > WIDEST_DENSE:
             raise GramianError(
                 f"factor: expected a square matrix of side {WIDEST_DENSE} at most, got {list(matrix_NN.shape)}"
@@ -38,14 +38,14 @@ class Dense(Decomposable):
 
     @classmethod
     def of_sum(cls, matrix_NN: Tensor, storage: torch.dtype) -> "Dense":
-        """Store a running sum, in float32 at least: one that is rounded to half at every step would stop moving."""
+        """Store a running sum in `storage`, but in float32 in place of half precision, which would round small updates away."""
         return cls.of(matrix_NN, torch.float32 if storage in HALF else storage)
 
     @classmethod
     def summed(cls, left: Factor, right: Factor, mine: float, theirs: float, storage: torch.dtype) -> "Dense":
-        """The factor mine·left + theirs·right as a dense matrix; beside the sum one matrix is formed at a time.
+        """The factor mine·left + theirs·right as a dense matrix, stored as `of_sum` does; both factors are formed as matrices.
 
-        Its `quantisation_error` includes those of both.
+        Its `quantisation_error` includes those of both factors.
         """
         dtype = torch.promote_types(left.dtype, right.dtype)
         total = mine * left.dense().to(dtype)
@@ -91,7 +91,7 @@ class Dense(Decomposable):
         return norm
 
     def largest_bound(self) -> Tensor:
-        """Upper bound of the largest eigenvalue: itself once M is decomposed, else ‖M‖_F."""
+        """Upper bound of the largest eigenvalue, 0-dim float64: the eigenvalue itself once M is decomposed, else ‖M‖_F."""
         if self._eigen is not None and not self.work.fallback:
             return self._eigen[0].max().double()
         if self._largest is None:
@@ -99,7 +99,7 @@ class Dense(Decomposable):
         return self._largest
 
     def extremes(self) -> tuple[float, float] | None:
-        """Smallest and largest eigenvalue of M once it is decomposed; None before."""
+        """Smallest and largest eigenvalue of M once it is decomposed; None before, and where the decomposition failed."""
         if self._eigen is None or self.work.fallback:
             return None
         return float(self._eigen[0].min()), float(self._eigen[0].max())
@@ -113,10 +113,14 @@ class Dense(Decomposable):
         return self.eigenpairs(c_RK.dtype)[1].to(c_RK) @ c_RK
 
     def eigenpairs(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Eigenvalues σ [n] and eigenvectors Q [n, n] of M, exact enough for products in `dtype`.
+        """Eigenvalues σ [n] and eigenvectors Q [n, n] of M, exact enough for products in `dtype`; cached.
 
-        They are computed in float64 from the first use in float64 on, since a float32 Q is off by ε·κ there. Rounding may
-        make σ slightly negative, so it is clamped at 0.
+        The first request for float64 recomputes a float32 result in float64, since a float32 Q has errors of ε·κ, ε the
+        precision of float32 and κ the condition number. Eigenvalues that rounding made negative are set to 0. If the
+        eigendecomposition fails, the sorted diagonal and unit vectors are returned, and `work.fallback` says so.
+
+        Raises:
+            GramianError: if M contains NaN or infinity.
         """
         narrow = self._eigen is not None and self._eigen[1].dtype == torch.float32 and not self.work.fallback
         if self._eigen is None or (narrow and dtype == torch.float64):
@@ -140,7 +144,10 @@ class Dense(Decomposable):
         return matrix
 
     def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-6) -> Tensor:
-        """(M + λI)⁻¹ Y by Cholesky, λ = `damping`. n³/3 FLOPs once, then 2·n²·k for Y [n, k]."""
+        """(M + λI)⁻¹ Y for Y [n, k] by Cholesky, λ = `damping`. n³/3 FLOPs once, then 2·n²·k.
+
+        `first_jitter`: first diagonal shift tried if M + λI is not positive definite, relative to its mean |diagonal|.
+        """
         self.prepare_solve(damping, first_jitter, y_NK.dtype)
         system, wide = next(iter(self._cholesky.values())), torch.promote_types(self.dtype, y_NK.dtype)
         solution = by_columns(y_NK, self.dim, lambda y: system.solve(y.to(self.device)).to(y.device), wide)
@@ -148,17 +155,17 @@ class Dense(Decomposable):
         return solution
 
     def logdet(self, damping: float) -> Tensor:
-        """log det(M + λI), from eigenvalues where they are known and exact enough, else by Cholesky in float64."""
+        """log det(M + λI), λ = `damping`, 0-dim: from known eigenvalues if exact enough, else by Cholesky in float64."""
         if self._eigen is not None and not self.work.fallback and self.working_dtype(damping) == self.dtype:
             return (self._eigen[0].double() + damping).log().sum()
         return Cholesky(self._system(damping, torch.float64), 1e-12).logdet()
 
     def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> "Dense":
-        """The same factor with every tensor passed through `move`; `home`: the GPU that computes its products."""
+        """The same factor with every tensor passed through `move`; `home`: device to compute on, None: where they are."""
         return Dense(self.stored.moved(move, home))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Dense":
-        """The same factor on another device, or rounded to another storage dtype."""
+        """The same factor on another device or rounded to another storage dtype; None leaves either as it is."""
         if dtype is not None and dtype != self.storage_dtype:
             wide = self.stored.load(dtype=torch.promote_types(self.dtype, dtype), device=device)
             return Dense(store_symmetric(wide, dtype))

@@ -1,4 +1,4 @@
-"""A factor M = diag(d): token counts, and matrices of which only the diagonal is stored."""
+"""A factor M = diag(d), such as token counts of an embedding, or a matrix whose other entries are not stored."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ class Diagonal(Spectral):
     kind = "diagonal"
 
     def __init__(self, values_N: Tensor) -> None:
-        """Take the diagonal d [n] without copying; nothing is computed."""
+        """Reference the diagonal d [n]; nothing is copied or computed."""
         self.values_N, self.dim, self.rank = values_N, len(values_N), len(values_N)
         self.dtype = self.storage_dtype = values_N.dtype
         self.device = values_N.device
@@ -48,7 +48,7 @@ class Diagonal(Spectral):
         return self.dtype
 
     def power(self, y_NK: Tensor, p: float, damping: float, max_condition: float | None = None) -> Tensor:
-        """(d + λ)^p ⊙ Y for Y [n, k], λ = `damping`, with d + λ clipped if `max_condition` is given."""
+        """(d + λ)^p ⊙ Y for Y [n, k], λ = `damping`; with `max_condition` κ, d + λ is raised to at least (max d + λ)/κ."""
         shifted = raised(self.values_N + damping, self._floor(damping, max_condition))
         return shifted.pow(p).to(y_NK.device)[:, None] * y_NK.to(torch.promote_types(self.dtype, y_NK.dtype))
 
@@ -89,11 +89,11 @@ class Diagonal(Spectral):
         return (self.values_N.double() + damping).log().sum()
 
     def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> "Diagonal":
-        """The same factor with d passed through `move`."""
+        """The same factor with d passed through `move`; `home` is not used."""
         return Diagonal(move(self.values_N))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Diagonal":
-        """The same factor on another device or in another dtype, float32 at least."""
+        """The same factor on another device or in another dtype, float32 in place of half; None leaves either as it is."""
         wide = None if dtype is None else torch.float64 if dtype == torch.float64 else torch.float32
         return Diagonal(self.values_N.to(device=device, dtype=wide))
 

@@ -1,9 +1,10 @@
 """A factor M = diag(d) ± U Uᵀ: the exact Fisher of a softmax head (minus), a tied embedding and head (plus).
 
-Woodbury with a diagonal that varies: S = I ± Uᵀ D_λ⁻¹ U with D_λ = d + λ, and (M+λI)⁻¹Y = D_λ⁻¹Y ∓ D_λ⁻¹U S⁻¹ UᵀD_λ⁻¹Y. For
-the softmax head S is nearly singular (M·1 = 0), so it is formed in float64. Exact: p = ±1 (and all integers), trace,
-Frobenius norm, log det. Other powers are sums of shifted inverses, and shifts that differ by column are solved by conjugate
-gradients; `work.error_bound` bounds their error.
+Solves use Woodbury's formula with D_λ = diag(d + λ), λ the damping, and S = I ± Uᵀ D_λ⁻¹ U:
+(M+λI)⁻¹Y = D_λ⁻¹Y ∓ D_λ⁻¹U S⁻¹ UᵀD_λ⁻¹Y. For the softmax head S is nearly singular (M·1 = 0), so it is formed in float64.
+Integer powers, trace, Frobenius norm and log det are exact. Other powers are approximated by sums of shifted inverses, and
+`power_by_column`, which scales M differently for every column, solves by conjugate gradients; `work.error_bound` bounds the
+error of both.
 """
 
 from collections.abc import Callable
@@ -24,10 +25,10 @@ CG_TOLERANCE = 1e-12
 
 
 class DiagonalLowRank(AtRest):
-    """M = diag(d) + sign·U Uᵀ with U [n, r], positive semi-definite. Numbers: n·r + n stored, r² once used."""
+    """M = diag(d) + sign·U Uᵀ with U [n, r], positive semi-definite. Memory: n·r + n numbers, r² more once used."""
 
     def __init__(self, values_N: Tensor, columns: Stored | Columns, sign: int) -> None:
-        """Store d [n] (all rows) and U [n, r]; `sign` is +1 or -1. Nothing is computed."""
+        """Store d [n], in full also where the rows of U are sharded, and U [n, r]; `sign` is +1 or -1. Nothing is computed."""
         self.values_N, self.sign = values_N, sign
         self.columns = Columns(columns) if isinstance(columns, Stored) else columns
         self.kind = "diagonal minus low rank" if sign < 0 else "diagonal plus low rank"
@@ -45,7 +46,13 @@ class DiagonalLowRank(AtRest):
     def softmax(
         cls, weighted_p_NR: Tensor | MatrixSource, storage: torch.dtype, scale: float = 1.0
     ) -> "DiagonalLowRank":
-        """The softmax Fisher from columns scale·√w_t p_t, rounded to the dtype `storage`; see `softmax_of`."""
+        """The softmax Fisher Σ_t w_t (diag p_t − p_t p_tᵀ) of tokens t with predicted probabilities p_t and weights w_t.
+
+        Args:
+            weighted_p_NR: columns √w_t p_t / scale, one per token.
+            storage: dtype to which the columns are rounded.
+            scale: factor of all columns.
+        """
         stored = store_columns(weighted_p_NR, storage)
         return cls.softmax_of(Columns(stored if scale == 1.0 else stored.scaled(scale)))
 
@@ -53,15 +60,15 @@ class DiagonalLowRank(AtRest):
     def softmax_of(cls, columns: Columns) -> "DiagonalLowRank":
         """Softmax Fisher Σ_t w_t (diag p_t − p_t p_tᵀ) from columns u_t = √w_t p_t, positive semi-definite also after rounding.
 
-        diag(q)(1ᵀq) − qqᵀ is positive semi-definite for every q ≥ 0, so d is summed from the stored columns:
-        d = Σ_t q_t (1ᵀq_t). For exact columns with Σ_k p_k = 1 that is Σ_t w_t p_t. It stays in float64: M is what is left
-        of d, and for confident columns that is little.
+        p_t are the probabilities predicted at token t, w_t its weight. diag(q)(1ᵀq) − qqᵀ is positive semi-definite for q ≥ 0,
+        so d is summed from the stored, rounded columns q_t: d = Σ_t q_t (1ᵀq_t), which is Σ_t w_t p_t for exact columns. d
+        stays in float64, since M is the small difference of diag(d) and U Uᵀ where predictions are confident.
         """
         return cls(_row_sums(columns), columns, -1)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of d, U, the small system and, if it was formed, the dense matrix."""
+        """Bytes of d, U, the Cholesky factorisation of S [r, r] and, if it was formed, the dense M."""
         whole = 0 if self._whole is None else self._whole.nbytes
         return self.values_N.nbytes + self.columns.nbytes + sum(c.nbytes for c in self.pending()) + whole
 
@@ -108,7 +115,12 @@ class DiagonalLowRank(AtRest):
         return values.clamp(min=0).to(self.dtype)
 
     def power(self, y_NK: Tensor, p: float, damping: float, max_condition: float | None = None) -> Tensor:
-        """(M + λI)^p Y: integer p exactly, the fractional rest in (-1, 0) by shifted inverses, active clips on the dense M."""
+        """(M + λI)^p Y for Y [n, k], λ = `damping`: exact for integer p, else with a relative error up to `work.error_bound`.
+
+        p is split into an integer and a fraction in (-1, 0), for which a sum of shifted inverses is fitted. If the condition
+        number of M + λI may exceed `max_condition` κ, the power is computed on the dense M with eigenvalues below largest/κ
+        raised to that floor, or, if M is wider than `WIDEST_DENSE`, with λ raised to the floor.
+        """
         given = torch.promote_types(self.dtype, y_NK.dtype)
         if not self.clips_nothing(damping, max_condition) and self.dim <= WIDEST_DENSE:
             return self.written_out().power(y_NK, p, damping, max_condition)
@@ -135,8 +147,10 @@ class DiagonalLowRank(AtRest):
     def power_by_column(self, y_NK: Tensor, p: float, scales_K: Tensor, damping: float) -> Tensor:
         """(s_j M + λI)^p y_j for every column y_j of Y, with scales s [k], for the joint damping of a Kronecker product.
 
-        p = -1 by conjugate gradients with the diagonal as preconditioner, in float64, until no column's residual exceeds
-        `CG_TOLERANCE`. `work.error_bound` is that of the worst column: ‖x − x*‖ ≤ ‖residual‖/λ, carried through every step.
+        Inverses are solved by conjugate gradients in float64, with the diagonal as preconditioner, until the relative residual
+        of every column is at most `CG_TOLERANCE` or `CG_STEPS` steps were made. `work.error_bound` becomes the relative error
+        bound of the worst column, from ‖x − x*‖ ≤ ‖residual‖/λ for each solve, propagated through the solves and products
+        that follow.
         """
         whole = -int(-p // 1)
         fraction, out, scales = p - whole, y_NK.to(torch.float64), scales_K.to(y_NK.device, torch.float64)
@@ -160,7 +174,7 @@ class DiagonalLowRank(AtRest):
         return out.to(self.dtype)
 
     def _conjugate_gradients(self, b_NK: Tensor, scales_K: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-        """Solve (s_j M + λI) x_j = b_j for every column j of B, with scales s: X, and a bound on each column's error [k]."""
+        """Solve (s_j M + λI) x_j = b_j for every column j of B; returns X, and an upper bound of every column's error, [k]."""
         d_N1 = self.values_N.to(b_NK)[:, None]
         conditioner = 1.0 / (self.diagonal().clamp(min=0).to(b_NK)[:, None] * scales_K + damping)
         x = torch.zeros_like(b_NK)
@@ -185,17 +199,17 @@ class DiagonalLowRank(AtRest):
         return x, (b_NK - system(x)).norm(dim=0) / damping
 
     def written_out(self) -> Dense:
-        """M as a cached dense factor, whose attempts and fallbacks are recorded in this factor's `work`."""
+        """M as a dense factor, formed once and cached; it records Cholesky attempts and fallbacks in this factor's `work`."""
         if self._whole is None:
             self._whole = Dense.of(self.to_dense())
             self._whole.work = self.work
         return self._whole
 
     def _clipped_damping(self, damping: float, max_condition: float | None) -> float:
-        """λ, or the clip's floor in its place where single eigenvalues would have to be raised.
+        """Damping that limits the condition number to `max_condition` κ: λ = `damping` if that does, else (σ_max + λ)/κ.
 
-        Raising λ to the floor moves every eigenvalue to at most twice what the clip gives it, as far as the bound on σ_max,
-        from which the floor is taken, is σ_max.
+        σ_max is an upper bound of the largest eigenvalue of M. Compared with raising only the eigenvalues of M + λI below that
+        floor, every eigenvalue becomes at most twice as large, provided that the bound is tight.
         """
         if self.clips_nothing(damping, max_condition):
             return damping
@@ -207,7 +221,11 @@ class DiagonalLowRank(AtRest):
         return raised_to
 
     def clip(self, damping: float, max_condition: float) -> Clip:
-        """The effect of the clip: none if the bound shows it, else counted on the dense M; all are raised if M is too wide."""
+        """How many eigenvalues of M + λI are raised, and by how much, to limit its condition number to `max_condition`.
+
+        The count is 0 if an upper bound of the eigenvalues shows it; else they are counted on the dense M. If M is wider than
+        `WIDEST_DENSE`, all n count as raised, since `power` then raises the damping λ instead.
+        """
         if self.clips_nothing(damping, max_condition):
             return Clip(0, self.dim, 0.0, (self.bound() + damping) / max_condition)
         if self.dim <= WIDEST_DENSE:
@@ -216,7 +234,7 @@ class DiagonalLowRank(AtRest):
         return Clip(self.dim, self.dim, self.dim * (floor - damping), floor)
 
     def prepare_solve(self, damping: float, first_jitter: float, dtype: torch.dtype = torch.float32) -> None:
-        """Launch the Cholesky factorisation of S = I ± Uᵀ(d + λ)⁻¹U; only that of the last damping λ is stored."""
+        """Launch the Cholesky factorisation, in float64, of S = I ± Uᵀ(d + λ)⁻¹U; only that of the last damping λ is stored."""
         if (damping, torch.float64) not in self._cholesky:
             self._cholesky = {(damping, torch.float64): self._system(damping, first_jitter)}
 
@@ -226,7 +244,7 @@ class DiagonalLowRank(AtRest):
         return Cholesky(small, first_jitter)
 
     def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-12) -> Tensor:
-        """(M + λI)⁻¹ Y by Woodbury's formula in float64. 2·n·r² + r³/3 FLOPs once, then 4·n·r·k for Y [n, k]."""
+        """(M + λI)⁻¹ Y by Woodbury's formula in float64, λ = `damping`. 2·n·r² + r³/3 FLOPs once, then 4·n·r·k for Y [n, k]."""
         self.prepare_solve(damping, first_jitter)
         given = torch.promote_types(self.dtype, y_NK.dtype)
         return by_columns(y_NK, self.dim, lambda y: self._solve(y.to(torch.float64), damping, keep=True), given)
@@ -247,10 +265,10 @@ class DiagonalLowRank(AtRest):
         return (self.values_N.double() + damping).log().sum() + self._system(damping, 1e-14).logdet()
 
     def thin(self, chosen: Tensor) -> "DiagonalLowRank":
-        """A factor of the `chosen` columns only, scaled by √(r/number): the same matrix in the mean over random choices.
+        """A factor of the columns with the indices `chosen`, times √(r / their number): M in expectation over random choices.
 
-        Columns that are subtracted have their share Σ_t u_t(1ᵀu_t) in d, which is scaled with them: M stays positive
-        semi-definite.
+        If U Uᵀ is subtracted, the part Σ_t u_t(1ᵀu_t) of d that belongs to the columns u_t is replaced by that of the chosen
+        ones, so that the result is positive semi-definite.
         """
         columns = self.columns.select(chosen, (self.rank / len(chosen)) ** 0.5)
         d_N = self.values_N
@@ -260,11 +278,11 @@ class DiagonalLowRank(AtRest):
         return DiagonalLowRank(d_N, columns, self.sign)
 
     def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> "DiagonalLowRank":
-        """The same factor with d and U passed through `move`; `home`: the GPU that computes its products."""
+        """The same factor with d and U passed through `move`; `home`: device for products with U, None: where U is."""
         return DiagonalLowRank(move(self.values_N), self.columns.moved(move, home), self.sign)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "DiagonalLowRank":
-        """The same factor on another device, or with U rounded to another storage dtype."""
+        """The same factor on another device or with U rounded to another storage dtype; None leaves either as it is."""
         columns = self.columns.to(device, dtype)
         if dtype is None or dtype == self.storage_dtype:
             return DiagonalLowRank(self.values_N.to(device=device), columns, self.sign)
@@ -279,9 +297,9 @@ class DiagonalLowRank(AtRest):
 
 
 def within_diagonal(values_N: Tensor, columns: Columns, sign: int) -> Columns:
-    """U, scaled down a little where rounding it made diag(d) − U Uᵀ indefinite; unchanged if `sign` > 0. 2·n·r² FLOPs.
+    """U, scaled down a little if rounding it made diag(d) − U Uᵀ indefinite; unchanged if `sign` > 0. 2·n·r² FLOPs.
 
-    It is positive semi-definite if the largest eigenvalue of Uᵀ diag(d)⁻¹ U is 1 at most; rows of U are 0 where d is.
+    diag(d) − U Uᵀ is positive semi-definite if no eigenvalue of Uᵀ diag(d)⁻¹ U exceeds 1. Rows of U must be 0 where d is 0.
     """
     if sign > 0 or not columns.count:
         return columns

@@ -1,4 +1,4 @@
-"""Symmetric eigendecomposition that tries other precisions and devices where one fails."""
+"""Symmetric eigendecomposition that falls back to float64, and to the CPU, where it fails."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from gramian.core.errors import GramianError
 
 WORKSPACE = 3
-"""Copies of the matrix that an eigendecomposition needs beside it: the eigenvectors and twice that of work."""
+"""Memory of an eigendecomposition in units of the matrix, besides the matrix: one for the eigenvectors, two of workspace."""
 
 
 def fits(side: int, itemsize: int, free: int) -> bool:
@@ -15,7 +15,7 @@ def fits(side: int, itemsize: int, free: int) -> bool:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes of a GPU that this process could still allocate, the allocator's cache included."""
+    """Bytes of a GPU that this process could still allocate: free memory, and what torch's allocator caches unused."""
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
 
@@ -23,14 +23,14 @@ def free_bytes(device: torch.device) -> int:
 def eigendecompose(matrix_NN: Tensor) -> tuple[Tensor, Tensor, str]:
     """Eigendecomposition M = Q diag(σ) Qᵀ of a symmetric matrix, σ ascending.
 
-    Tried in turn: where and as the matrix is, in float64, in float64 on the CPU; on the CPU at once where it would take more
-    than half of a GPU's free memory. Cost: about 9 n³ FLOPs and 3 n² numbers.
+    Tried in turn: in the matrix's dtype on its device, in float64 on its device, in float64 on the CPU. Only the CPU is used
+    if the decomposition would need more than half of the GPU's free memory. Cost: about 9 n³ FLOPs and 3 n² numbers.
 
     Returns:
-        σ [n], Q [n, n] in the matrix's dtype and on its device, and the name of what worked ("float32 on cuda").
+        σ [n], Q [n, n], both in the matrix's dtype and on its device, and what succeeded, such as "float32 on cuda".
 
     Raises:
-        GramianError: if the matrix is not finite, or every try failed.
+        GramianError: if the matrix contains NaN or infinity, or every attempt failed.
     """
     if not bool(matrix_NN.isfinite().all()):
         raise GramianError("eigh: the matrix holds NaN or infinity; expected finite numbers")
@@ -52,7 +52,13 @@ def eigendecompose(matrix_NN: Tensor) -> tuple[Tensor, Tensor, str]:
 
 
 def singular_pairs(matrix_NN: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues σ [n], ascending, and eigenvectors Q [n, n] of a positive semi-definite matrix, by SVD in place of eigh."""
+    """Eigenvalues σ [n], ascending, and eigenvectors Q [n, n] of a positive semi-definite matrix, by SVD where eigh failed.
+
+    The SVD runs in float64 on the CPU; the results have the matrix's dtype and device.
+
+    Raises:
+        GramianError: if the SVD fails.
+    """
     try:
         _, values, transposed = torch.linalg.svd(matrix_NN.to(device="cpu", dtype=torch.float64))
     except RuntimeError as error:

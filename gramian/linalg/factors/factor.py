@@ -1,9 +1,10 @@
-"""The interface of every factor: a symmetric positive semi-definite matrix M [n, n], formed only where it must be.
+"""The interface of every factor: a symmetric positive semi-definite matrix M [n, n], formed as n×n only where it must be.
 
 Legend: n side of M, r stored directions, k columns of a right-hand side Y [n, k], λ damping, σ eigenvalues of M, κ the
 largest condition number that the clip allows.
 
-The clip (κ given): eigenvalues of M + λI below (σ_max+λ)/κ are raised to it, those of the unstored complement too.
+The clip, for calls with `max_condition` = κ: eigenvalues of M + λI below the floor (σ_max + λ)/κ are raised to the floor, also
+the eigenvalue λ of directions in which M is 0 and nothing is stored.
 """
 
 import math
@@ -27,16 +28,16 @@ WIDEST_DENSE = 16_384
 TENSOR_FLOAT = 2.0**-11
 """Relative rounding error of the operands of TF32 products."""
 COARSE = 0.1
-"""Largest error ε·κ (precision times condition number) of TF32 products that a factor stored in half precision may have."""
+"""Largest error ε·κ (precision times condition number) for which a factor stored in half precision uses TF32 products."""
 TRUSTED = {True: 1e-3, False: 1e-6}
-"""{stored in half precision: largest relative error ε·κ of float32 products that is accepted}; above it float64 is used. The
-other side of a block multiplies the error by its own κ.
+"""{True for half-precision storage: largest relative error ε·κ of float32 products that is accepted}; above it float64 is
+used. In a Kronecker product the other factor multiplies the error by its own condition number.
 """
 
 
 @dataclass
 class FactorWork:
-    """Cholesky attempts, decompositions and fallbacks of a factor since it was made, for the record."""
+    """Record of a factor's Cholesky attempts, decomposition and fallbacks; later work overwrites it."""
 
     attempts: list[dict[str, float | str]] = field(default_factory=list)
     """Cholesky attempts of the last solve: {"jitter", "result"} of each."""
@@ -47,12 +48,12 @@ class FactorWork:
     error_bound: float = 0.0
     """Relative error bound of the last power that was approximated; 0: exact up to rounding."""
     clip_note: str = ""
-    """What was done instead, where the clip could not be applied to single eigenvalues."""
+    """What was done instead, if eigenvalues could not be raised one by one to limit the condition number; else ""."""
 
 
 @dataclass(frozen=True)
 class Clip:
-    """Effect of the clip on M + λI: `count` of `total` eigenvalues were raised to `floor`, by `mass` in sum."""
+    """Effect of limiting the condition number of M + λI: `count` of `total` eigenvalues raised to `floor`, in sum by `mass`."""
 
     count: int
     total: int
@@ -119,15 +120,24 @@ class Factor(ABC):
 
     @abstractmethod
     def power(self, y_NK: Tensor, p: float, damping: float, max_condition: float | None = None) -> Tensor:
-        """(M + λI)^p Y for any real p, λ = `damping`, clipped if `max_condition` is given; float64 if M or Y is."""
+        """(M + λI)^p Y for Y [n, k] and any real p, λ = `damping`; float64 if M or Y is.
+
+        `max_condition`: largest condition number κ of M + λI, whose eigenvalues below largest/κ are raised; None: no limit.
+        """
 
     @abstractmethod
     def prepare_solve(self, damping: float, first_jitter: float, dtype: torch.dtype = torch.float32) -> None:
-        """Launch the factorisation that `solve` of a Y of this dtype needs at this damping, without waiting for it."""
+        """Launch the factorisation that `solve` needs for a Y of this dtype at this damping, without waiting for it.
+
+        `first_jitter`: first diagonal shift tried if Cholesky fails, relative to the mean |diagonal|.
+        """
 
     @abstractmethod
     def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-6) -> Tensor:
-        """(M + λI)⁻¹ Y by Cholesky, λ = `damping`, without eigendecomposition or clip; float64 if M or Y is."""
+        """(M + λI)⁻¹ Y for Y [n, k] by Cholesky, λ = `damping`, without eigendecomposition; float64 if M or Y is.
+
+        `first_jitter`: first diagonal shift tried if Cholesky fails, relative to the mean |diagonal|.
+        """
 
     @abstractmethod
     def logdet(self, damping: float) -> Tensor:
@@ -135,11 +145,11 @@ class Factor(ABC):
 
     @abstractmethod
     def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> Self:
-        """The same factor with every tensor passed through `move`; `home`: the GPU that computes its products from now on."""
+        """The same factor with every tensor passed through `move`; `home`: device to compute on, None: that of the tensors."""
 
     @abstractmethod
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Factor":
-        """The same factor on another device or in another storage dtype."""
+        """The same factor on another device or in another storage dtype; None leaves either as it is."""
 
     @abstractmethod
     def dense(self) -> Tensor:
@@ -147,7 +157,7 @@ class Factor(ABC):
 
     @abstractmethod
     def clip(self, damping: float, max_condition: float) -> Clip:
-        """How many eigenvalues of M + λI the clip raises, λ = `damping`, κ = `max_condition`, and by how much."""
+        """How many eigenvalues of M + λI are raised, and by how much, to limit its condition number to `max_condition`."""
 
     def extremes(self) -> tuple[float, float] | None:
         """Smallest and largest eigenvalue of M if they are known without more work, else None."""
@@ -156,7 +166,7 @@ class Factor(ABC):
     # ---- what follows ----------------------------------------------------------------------------------------------
 
     def to_dense(self) -> Tensor:
-        """M as a matrix [n, n]; an error for sides above `WIDEST_DENSE`."""
+        """M as a matrix [n, n]; raises GramianError if n exceeds `WIDEST_DENSE`."""
         if self.dim > WIDEST_DENSE:
             raise GramianError(f"to_dense: the side is {self.dim} wide; expected at most {WIDEST_DENSE}")
         return self.dense()
@@ -177,11 +187,17 @@ class Factor(ABC):
         return self._bound if self._bound is not None else float(self._trace or 0.0)
 
     def clips_nothing(self, damping: float, max_condition: float | None) -> bool:
-        """True if an upper bound of M's eigenvalues shows that the clip would raise no eigenvalue of M + λI, λ = `damping`."""
+        """True if M + λI, λ = `damping`, surely has a condition number of at most `max_condition`, or that is None.
+
+        Shown by an upper bound of M's largest eigenvalue: no eigenvalue has to be raised.
+        """
         return max_condition is None or damping * max_condition >= self.bound() + damping
 
     def condition(self, damping: float, max_condition: float | None) -> tuple[float, bool]:
-        """(condition number of the damped, clipped M, True), or before M is decomposed (an upper bound of it, False)."""
+        """Condition number of M + λI, λ = `damping`, and True; an upper bound of it and False if M is not decomposed yet.
+
+        `max_condition`: upper limit, which `power` enforces by raising small eigenvalues; None: no limit.
+        """
         known = self.extremes()
         low, high = (0.0, self._known_bound()) if known is None else known
         if not low + damping > 0:
@@ -194,7 +210,10 @@ class Factor(ABC):
         return self.bound() / damping + 1.0 if damping > 0 else float("inf")
 
     def working_dtype(self, damping: float, p: float = -1.0) -> torch.dtype:
-        """float32, or float64 if ε·κ^|p| is too large: dtype of products for power p, κ the condition of M + λI."""
+        """Dtype for computing (M + λI)^p: float32, or float64 if M is or if the float32 error ε·κ^|p| exceeds `TRUSTED`.
+
+        κ is an upper bound of the condition number of M + λI, λ = `damping`, and ε the precision of float32.
+        """
         if self.dtype == torch.float64:
             return torch.float64
         allowed = TRUSTED[self.storage_dtype in HALF] / torch.finfo(torch.float32).eps
@@ -202,11 +221,11 @@ class Factor(ABC):
         return torch.float32 if trusted else torch.float64
 
     def coarse(self, damping: float) -> bool:
-        """True if TF32 tensor cores may be used where this factor is applied at this damping.
+        """True if TF32 tensor cores are accurate enough to apply this factor at this damping: half-precision storage on a GPU.
 
-        Being stored in half precision has rounded M by 2⁻¹¹ or so, and a solve multiplies that by up to κ. Products that
-        round their operands alike (TF32), and a Gram summed with float32 accumulators, cost of the same order again; they are
-        used while κ·2⁻¹¹ stays below `COARSE`.
+        Half-precision storage has rounded M by about 2⁻¹¹, and a solve multiplies that error by up to the condition number κ
+        of M + λI. TF32 products, and Gram matrices summed in float32, add an error of the same order. They are used if
+        κ·2⁻¹¹ is at most `COARSE`.
         """
         half = self.storage_dtype in HALF and self.device.type == "cuda"
         return half and TENSOR_FLOAT * self.condition_bound(damping) <= COARSE
@@ -221,12 +240,12 @@ class Factor(ABC):
 
 
 class Spectral(Factor):
-    """A factor with eigenvectors: M = Q diag(σ) Qᵀ with Q [n, r], and zero on the complement of Q."""
+    """A factor with eigenvectors: M = Q diag(σ) Qᵀ with Q [n, r]; M is 0 in directions orthogonal to Q."""
 
     @property
     @abstractmethod
     def spectrum(self) -> Tensor:
-        """Eigenvalues σ [r] ≥ 0, float64 or the working dtype; the first use decomposes M."""
+        """Eigenvalues σ [r] ≥ 0 of the eigenvectors Q; the first use decomposes M."""
 
     @abstractmethod
     def to_basis(self, y_NK: Tensor) -> Tensor:
@@ -247,10 +266,10 @@ class Spectral(Factor):
         return torch.cat([values.new_zeros(self.dim - len(values)), values.sort().values])
 
     def power(self, y_NK: Tensor, p: float, damping: float, max_condition: float | None = None) -> Tensor:
-        """(M + λI)^p Y = f₀Y + Q (f(σ) − f₀) QᵀY with f(σ) = (σ + λ)^p, clipped: exact for every p. 4·n·r·k FLOPs.
+        """(M + λI)^p Y = f₀Y + Q (f(σ) − f₀) QᵀY with f(σ) = (σ + λ)^p, f₀ = f(0): exact for every real p. 4·n·r·k FLOPs.
 
-        f₀ = f(0) is subtracted before Q is applied: directions whose σ is far below λ, which a thin Q knows badly, then
-        count for as little as they should.
+        λ = `damping`; with `max_condition` κ, eigenvalues σ + λ below (σ_max + λ)/κ are raised to it. Subtracting f₀ before Q
+        is applied makes directions with σ far below λ, whose eigenvectors are inaccurate, contribute almost nothing.
 
         Raises:
             GramianError: for a negative power of a singular matrix without damping.
@@ -269,7 +288,10 @@ class Spectral(Factor):
         return (outside * y_NK + self.from_basis((f_R - outside)[:, None] * c_RK)).to(given)
 
     def clip(self, damping: float, max_condition: float) -> Clip:
-        """How many eigenvalues of M + λI the clip raises, and by how much, on the spectrum and on its complement."""
+        """How many eigenvalues of M + λI are raised, and by how much, to limit its condition number to `max_condition`.
+
+        The eigenvalue λ = `damping` of the n − r directions orthogonal to Q counts n − r times.
+        """
         floor = self._floor(damping, max_condition)
         values = self.spectrum.double() + damping
         low = values < floor
@@ -309,11 +331,11 @@ class Decomposable(AtRest, Spectral):
 
     @abstractmethod
     def eigenpairs(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Eigenvalues σ and the matrix that represents the eigenvectors, exact enough for products in `dtype`."""
+        """Eigenvalues σ, and eigenvectors Q or a matrix W with Q = U W, exact enough for products in `dtype`."""
 
     @abstractmethod
     def _system(self, damping: float, dtype: torch.dtype) -> Tensor:
-        """The matrix that a solve at λ = `damping` factorises (M + λI or UᵀU + λI), as a new tensor."""
+        """The matrix that a solve at λ = `damping` factorises (M + λI or UᵀU + λI), as a new tensor in `dtype`."""
 
     @property
     def spectrum(self) -> Tensor:
@@ -326,7 +348,7 @@ class Decomposable(AtRest, Spectral):
         return sum(part.nbytes for part in (*(self._eigen or ()), *self._cholesky.values()))
 
     def prepare_solve(self, damping: float, first_jitter: float, dtype: torch.dtype = torch.float32) -> None:
-        """Launch the Cholesky factorisation of the damped system; only that of the last damping is stored."""
+        """Launch the Cholesky factorisation of the matrix that `solve` needs; only that of the last damping is stored."""
         key = (damping, torch.promote_types(self.working_dtype(damping), dtype))
         if key in self._cholesky:
             return
@@ -334,7 +356,7 @@ class Decomposable(AtRest, Spectral):
 
 
 def fetch_traces(factors: Sequence[Factor]) -> dict[int, float]:
-    """{id of a factor: its trace}, waiting for each device once; traces that were read before are reused."""
+    """{id(factor): its trace} for all factors, with one wait per device; traces that were read before are reused."""
     by_device: dict[torch.device, list[tuple[Factor, Tensor]]] = {}
     for factor in {id(factor): factor for factor in factors if factor._trace is None}.values():
         trace = factor.trace() if factor._pending_trace is None else factor._pending_trace

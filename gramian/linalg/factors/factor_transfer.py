@@ -1,7 +1,7 @@
 """Export a factorisation from the rank that computed it, and import it on the other ranks that store the same factor.
 
-A factor is used through one of two things: the Cholesky factor of its system at one damping ("solve"), or its eigenpairs
-("eigen"). Both are small beside the work: n² numbers for n³ operations.
+A factor is applied through one of two factorisations: the Cholesky factorisation of its damped matrix ("solve"), or its
+eigenpairs ("eigen"). Sending one is cheap compared with computing it: n² numbers against about n³ operations.
 """
 
 from typing import Any, Literal
@@ -29,19 +29,22 @@ def flops(factor: Factor, what: What) -> float:
 def prepare_power(
     factor: Decomposable, p: float, damping: float, max_condition: float | None, dtype: torch.dtype
 ) -> None:
-    """Compute the eigenpairs that `factor.power` with exponent p will use for a Y of this dtype."""
+    """Compute and cache the eigenpairs that `factor.power(Y, p, damping, max_condition)` needs for a Y of this dtype."""
     lowest = max(damping, factor._floor(damping, max_condition))
     factor.eigenpairs(torch.promote_types(factor.working_dtype(lowest, p), dtype))
 
 
 def forget_system(factor: Factor) -> None:
-    """Free the Cholesky factorisation that this factor stores."""
+    """Free the Cholesky factorisation that this factor caches."""
     assert isinstance(factor, AtRest)
     factor._cholesky = {}
 
 
 def made(factor: Factor, what: What) -> tuple[list[Tensor], dict[str, Any]]:
-    """Export a factor's last factorisation: its tensors, and its JSON-able record."""
+    """Export a factor's last factorisation: its tensors, and a JSON dict of attempts and fallbacks; `take` imports both.
+
+    For "solve" it must be called before the factorisation is first used (see `Cholesky.parts`).
+    """
     if what == "eigen":
         assert isinstance(factor, Decomposable) and factor._eigen is not None
         return list(factor._eigen), {"decomposed": factor.work.decomposed, "fallback": factor.work.fallback}
@@ -50,7 +53,7 @@ def made(factor: Factor, what: What) -> tuple[list[Tensor], dict[str, Any]]:
 
 
 def take(factor: Factor, what: What, damping: float, tensors: list[Tensor], about: dict[str, Any]) -> None:
-    """Store in `factor` a factorisation that another rank exported with `made`."""
+    """Store in `factor` a factorisation for `damping`, from the `tensors` and the dict `about` that another rank exported."""
     if what == "eigen":
         assert isinstance(factor, Decomposable)
         factor._eigen = (tensors[0], tensors[1])

@@ -1,8 +1,8 @@
 """A factor M = U Uᵀ with fewer columns than rows: the Woodbury form, with thin eigenpairs on demand.
 
-U is what is stored, at whatever precision; everything else follows from K = UᵀU [r, r] in float64, so the algebra is that of
-the stored U exactly. K = V diag(σ) Vᵀ gives the eigenvectors Q = U V σ^(-1/2), which are applied as two thin products and
-never written down. Powers, any λ, log det and merging need nothing else.
+U is stored in any precision. All else is computed from K = UᵀU [r, r] in float64, so results are those of the stored U
+exactly. K = V diag(σ) Vᵀ gives the eigenvectors Q = U V σ^(-1/2) of M, which are applied as two thin products and never
+formed. Powers at any damping, log det and merging need nothing else.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from gramian.linalg.wide import by_columns
 
 
 class LowRank(Decomposable):
-    """A factor M = U Uᵀ with U [n, r]. Numbers: n·r stored, r² once used.
+    """A factor M = U Uᵀ with U [n, r]. Memory: n·r numbers, r² more once used.
 
     FLOPs of the first use: 2·n·r² + r³/3 (Cholesky) or + 9r³ (eigenpairs).
     """
@@ -28,13 +28,17 @@ class LowRank(Decomposable):
     kind = "low rank"
 
     def __init__(self, columns: Stored | Columns) -> None:
-        """Take the columns U [n, r] without copying; nothing is computed."""
+        """Reference the columns U [n, r]; nothing is copied or computed."""
         self.columns = Columns(columns) if isinstance(columns, Stored) else columns
         super().__init__(self.columns.stored, self.columns.dim, self.columns.count)
 
     @classmethod
     def of(cls, columns_NR: Tensor | MatrixSource, storage: torch.dtype | None = None, scale: float = 1.0) -> "LowRank":
-        """The factor M = scale²·U Uᵀ of columns U [n, r]; `storage`: dtype in which U is stored, None: its own."""
+        """The factor M = scale²·U Uᵀ of columns U [n, r]; `storage`: dtype in which U is stored, None: its own.
+
+        Raises:
+            GramianError: if the columns are not a matrix.
+        """
         if not isinstance(columns_NR, Tensor | MatrixSource) or len(columns_NR.shape) != 2:
             raise GramianError(f"factor: expected columns of shape [n, r], got {list(columns_NR.shape)}")
         stored = store_columns(columns_NR, storage or columns_NR.dtype)
@@ -69,7 +73,7 @@ class LowRank(Decomposable):
         return norm
 
     def largest_bound(self) -> Tensor:
-        """Upper bound of the largest eigenvalue: itself once M is decomposed, else a little above ‖UᵀU‖_F."""
+        """Upper bound of the largest eigenvalue, 0-dim float64: the eigenvalue once M is decomposed, else 1.001·‖UᵀU‖_F."""
         if self._eigen is not None:
             return self._eigen[0].max().double() if len(self._eigen[0]) else torch.zeros((), dtype=torch.float64)
         if self._largest is None:
@@ -78,25 +82,28 @@ class LowRank(Decomposable):
         return self._largest
 
     def extremes(self) -> tuple[float, float] | None:
-        """Smallest (0 unless the columns span everything) and largest eigenvalue once M is decomposed, else None."""
+        """Smallest and largest eigenvalue once M is decomposed, else None; the smallest is 0 unless U has rank n."""
         if self._eigen is None or not len(self._eigen[0]):
             return None
         values = self._eigen[0]
         return (float(values.min()) if self.complete else 0.0), float(values.max())
 
     def to_basis(self, y_NK: Tensor) -> Tensor:
-        """QᵀY = Wᵀ(UᵀY), [s, k], for Y [n, k] and eigenvectors Q = U W, W = Vσ^(-1/2), from UᵀU = V diag(σ) Vᵀ."""
+        """QᵀY = Wᵀ(UᵀY), [s, k], for Y [n, k] and the s eigenvectors Q = U W, W = Vσ^(-1/2), from UᵀU = V diag(σ) Vᵀ."""
         return self.eigenpairs()[1].to(y_NK).mT @ self.columns.transposed_times(y_NK)
 
     def from_basis(self, c_RK: Tensor) -> Tensor:
-        """Q C = U(W C), [n, k], for coordinates C [s, k] and eigenvectors Q = U W."""
+        """Q C = U(W C), [n, k], for coordinates C [s, k] and the s eigenvectors Q = U W of `eigenpairs`."""
         return self.columns.times(self.eigenpairs()[1].to(c_RK) @ c_RK)
 
     def eigenpairs(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-        """Eigenvalues σ [s] and W [r, s] with eigenvectors U W; s ≤ r, since σ that are rounding errors are left out.
+        """Eigenvalues σ [s], ascending, and W [r, s] such that U W are the eigenvectors; s ≤ r, without σ at rounding level.
 
-        Both are in float64 for every dtype of products, as K is: what rounding W to float32 does to Y in the span of U is
-        multiplied by σ/λ.
+        Both are float64 whatever `dtype` is: an error from rounding W to float32 would be multiplied by up to σ/λ in a solve
+        with damping λ. If the eigendecomposition of UᵀU fails, its SVD is used, and `work.fallback` says so.
+
+        Raises:
+            GramianError: if UᵀU contains NaN or infinity, or the SVD fails too.
         """
         if self._eigen is None:
             gram = self.columns.take_gram()
@@ -122,7 +129,7 @@ class LowRank(Decomposable):
         return gram.to(dtype)
 
     def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-6) -> Tensor:
-        """(M + λI)⁻¹ Y = (Y − U(UᵀU + λI)⁻¹UᵀY)/λ for Y [n, k]. 2·n·r² + r³/3 FLOPs once, then 4·n·r·k."""
+        """(M + λI)⁻¹ Y = (Y − U(UᵀU + λI)⁻¹UᵀY)/λ for Y [n, k], λ = `damping` > 0. 2·n·r² + r³/3 FLOPs once, then 4·n·r·k."""
         self.prepare_solve(damping, first_jitter, y_NK.dtype)
         (_, dtype), system = next(iter(self._cholesky.items()))
 
@@ -136,7 +143,10 @@ class LowRank(Decomposable):
         return solution
 
     def logdet(self, damping: float) -> Tensor:
-        """log det(M + λI), from the s known eigenvalues and (n − s) log λ, else from det(UᵀU + λI) and (n − r) log λ."""
+        """log det(M + λI), λ = `damping`, 0-dim float64.
+
+        Once M is decomposed, Σ log(σ + λ) over its s eigenvalues σ plus (n − s) log λ; else log det(UᵀU + λI) + (n − r) log λ.
+        """
         log_damping = torch.log(torch.tensor(damping, dtype=torch.float64, device=self.device))
         if self._eigen is not None:
             values = self._eigen[0]
@@ -146,15 +156,15 @@ class LowRank(Decomposable):
         return Cholesky(gram, 1e-12).logdet() + (self.dim - self.rank) * log_damping
 
     def thin(self, chosen: Tensor) -> "LowRank":
-        """A factor of the `chosen` columns only, scaled by √(r/number): the same matrix in the mean over random choices."""
+        """A factor of the columns with indices `chosen`, times √(r / their number): M in expectation over random choices."""
         return LowRank(self.columns.select(chosen, (self.rank / len(chosen)) ** 0.5))
 
     def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> "LowRank":
-        """The same factor with U passed through `move`; `home`: the GPU that computes its products."""
+        """The same factor with U passed through `move`; `home`: device for products with U, None: where U is."""
         return LowRank(self.columns.moved(move, home))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LowRank":
-        """The same factor on another device, or with U rounded to another storage dtype."""
+        """The same factor on another device or with U rounded to another storage dtype; None leaves either as it is."""
         return LowRank(self.columns.to(device, dtype))
 
     def dense(self) -> Tensor:

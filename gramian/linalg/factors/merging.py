@@ -1,7 +1,7 @@
-"""Weighted sums of two factors: α·M + β·M', in the smallest representation that holds the sum exactly.
+"""Weighted sums α·M + β·M' of two factors, in the smallest representation that can store the sum.
 
-Columns of low-rank factors stand side by side, √weight each; the sum is written out as a dense matrix once the columns are as
-many as the rows. Diagonals add.
+The columns of low-rank factors are scaled by √weight and concatenated; once there are as many columns as rows, the sum is
+formed as a dense matrix, unless it is too wide. Diagonals are added.
 """
 
 import torch
@@ -15,7 +15,12 @@ from gramian.linalg.factors.low_rank import LowRank
 
 
 def merge(left: Factor, right: Factor, alpha: float, beta: float) -> Factor:
-    """The factor α·left + β·right of factors with equal sides; an error for sums that no representation can store."""
+    """The factor α·left + β·right of two factors with the same number of rows.
+
+    Raises:
+        GramianError: if the sizes differ, or if no representation can store the sum (diag(d) − U Uᵀ plus a low-rank factor or
+            plus diag(d) + U Uᵀ, and dense sums wider than `WIDEST_DENSE`).
+    """
     if left.dim != right.dim:
         raise GramianError(f"merge: sides of {left.dim} and {right.dim}; expected equal ones")
     if isinstance(left, Dense):

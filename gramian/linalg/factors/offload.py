@@ -1,4 +1,4 @@
-"""Offloading: factors of a GPU are copied to pinned host memory one after the other, in parallel with computation."""
+"""Offload factors from a GPU to pinned host memory, one after the other, in parallel with computation."""
 
 from typing import Any, TypeVar
 
@@ -9,14 +9,17 @@ AnyFactor = TypeVar("AnyFactor", bound=Factor)
 
 
 class Offload:
-    """Copies factors from a GPU to the host one at a time; the next waits, so at most one finished factor is on the GPU."""
+    """Copies factors from a GPU to the host one at a time; each call waits for the previous copy, which bounds GPU memory."""
 
     def __init__(self) -> None:
         """Start without a copy in flight."""
         self._last: Any = None
 
     def __call__(self, factor: AnyFactor) -> AnyFactor:
-        """Return the factor in pinned host memory, readable after `settle`; its trace is computed before the copy."""
+        """Wait for the previous copy and start that of `factor`; returns the factor in host memory, valid after `settle`.
+
+        The trace is computed on the GPU before the copy, and products of the result are computed on that GPU.
+        """
         home = factor.device
         trace, lane = factor.trace(), pinned.lane_of(home)
         self.settle()

@@ -1,4 +1,4 @@
-"""x^q for -1 < q < 0 as a sum of shifted inverses, with the largest relative error it makes on an interval."""
+"""x^q for -1 < q < 0 as a sum of shifted inverses 1/(x + t), and its largest relative error on an interval."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -7,7 +7,7 @@ import numpy as np
 
 POLES = 40
 MARGIN = 3.0
-"""Nats by which the poles of the fit extend beyond the interval on either side."""
+"""Distance in ln t by which the shifts t of the fit extend beyond the interval on either side."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Rational:
 def rational_power(q: float, low: float, high: float) -> Rational:
     """Fit x^q, -1 < q < 0, on [low, high], low > 0, by a constant and a sum of shifted inverses 1/(x + t).
 
-    The integral x^q = (sin πs/π) ∫ t^(-s)/(x+t) dt, s = -q, is smooth in log t, so poles spread evenly there serve every x
-    of the interval; the constant stands for the poles beyond them and a pole at 0 for those before. The weights are the
-    least-squares solution of the relative error on a grid, every term scaled to 1.
+    The integrand of x^q = (sin πs/π) ∫ t^(-s)/(x+t) dt, s = -q, is smooth in log t, so shifts t that are evenly spaced in log t
+    fit every x of the interval. The constant stands for larger shifts, and the shift 0 for smaller ones. The weights minimise
+    the squared relative error on a grid.
     """
     bottom, top = np.log(low), np.log(max(high, low * 1.0001))
     shifts = np.concatenate([[0.0], np.exp(np.linspace(bottom - MARGIN, top + MARGIN, POLES))])

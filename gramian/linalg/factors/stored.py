@@ -1,10 +1,10 @@
-"""Matrices in storage: a half-precision body, float32 or float64 scales, and the measured rounding error.
+"""Matrices rounded for storage: a body in any dtype, scales for half precision, and the measured rounding error.
 
-A body in float16 holds five decimal orders at full precision. Gradients span more and sit far below its range, so every
-column (or, of a symmetric matrix, every row and column) carries a scale of its own: M = diag(l) B diag(r).
+float16 has full precision only from 6e-5 to 65504. Gradients are often far below that, so in half precision every column (of a
+symmetric matrix every row and column) has a scale of its own: M = diag(l) B diag(r), B the stored body.
 
-A matrix is read and written some columns or rows at a time (`wide.pieces`): beside source and result, a bounded number of
-entries exists in float32 or float64.
+A matrix is read and written some columns or rows at a time (`wide.pieces`), so that besides source and result only a bounded
+number of entries exists in float32 or float64.
 """
 
 from abc import ABC, abstractmethod
@@ -29,11 +29,11 @@ class MatrixSource(ABC):
 
     @abstractmethod
     def piece(self, columns: slice) -> Tensor:
-        """Compute the columns of the slice `columns`, [n, c]; each slice is requested twice when the matrix is stored."""
+        """Compute the columns of the slice `columns`, [n, c]; storing a matrix in half precision computes each slice twice."""
 
 
 class _Whole(MatrixSource):
-    """A matrix in memory as a source of columns."""
+    """A tensor in memory as a `MatrixSource`."""
 
     def __init__(self, matrix: Tensor) -> None:
         self._matrix, self.dtype, self.device = matrix, matrix.dtype, matrix.device
@@ -44,15 +44,15 @@ class _Whole(MatrixSource):
 
 
 class LoadedMatrix(MatrixSource):
-    """A stored matrix as a source of columns in a given dtype."""
+    """A stored matrix as a `MatrixSource`, whose columns are converted to a given dtype on request."""
 
     def __init__(self, stored: "Stored", dtype: torch.dtype) -> None:
-        """Take the stored matrix; columns are converted to `dtype` on request."""
+        """Reference the stored matrix; columns are converted to `dtype` on request."""
         self._stored, self.dtype, self.device = stored, dtype, stored.body.device
         self.shape = (stored.body.shape[0], stored.body.shape[1])
 
     def piece(self, columns: slice) -> Tensor:
-        """The columns of this slice, [n, c], converted and scaled."""
+        """The columns of the slice, [n, c], multiplied by their scales, in this source's dtype."""
         part, right = self._stored, self._stored.right
         right = None if right is None else right[columns]
         return replace(part, body=part.body[:, columns], right=right).load(dtype=self.dtype)
@@ -83,11 +83,17 @@ class Stored:
     def load(
         self, rows: slice = slice(None), dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> Tensor:
-        """The rows M[rows] in `dtype` on `device`, a new tensor unless nothing changes; they are moved in the storage dtype."""
+        """The rows M[rows] in `dtype` (None: float32, or float64 if stored so) on `device` (None: where they are stored).
+
+        They are moved in the storage dtype and converted there. The result shares memory with the body if nothing changes.
+        """
         return self.widen(self.body[rows].to(device=device), rows, dtype)
 
     def widen(self, body: Tensor, rows: slice = slice(None), dtype: torch.dtype | None = None) -> Tensor:
-        """The rows M[rows] in `dtype` (None: float32, or float64 if stored so), from their stored `body`, on its device."""
+        """The rows M[rows] in `dtype` (None: float32, or float64 if stored so), from `body`, a copy of their stored entries.
+
+        They are converted and scaled on the device of `body`.
+        """
         whole = body.to(dtype or self.dtype)
         own = whole.dtype != self.body.dtype or whole.device != self.body.device
         for scale in (None if self.left is None else self.left[rows, None], self.right):
@@ -98,7 +104,7 @@ class Stored:
         return whole
 
     def select(self, columns: Tensor, scale: float) -> "Stored":
-        """A new `Stored` with the chosen columns of this matrix, times `scale`."""
+        """A new `Stored` with the columns of M that have the indices `columns`, times `scale`."""
         body = self.body.index_select(1, columns)
         right = self.right.index_select(0, columns) if self.right is not None else None
         if body.dtype in HALF:
@@ -113,19 +119,19 @@ class Stored:
         return self.moved(lambda t: t.to(device=device))
 
     def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> "Stored":
-        """The same stored matrix with every tensor passed through `move`; `home`: the device that computes products."""
+        """The same stored matrix with every tensor passed through `move`; `home`: device for products, None: where they are."""
         left, right = (None if t is None else move(t) for t in (self.left, self.right))
         return Stored(move(self.body), left, right, move(self.relative_error), home)
 
     def scaled(self, factor: float) -> "Stored":
-        """The stored matrix factor·M, without a second rounding: the factor goes into the scales, in float64."""
+        """The stored matrix factor·M, without rounding the body again: the factor multiplies the column scales, in float64."""
         one_R = torch.ones(self.body.shape[1], dtype=torch.float64, device=self.body.device)
         right = factor * (one_R if self.right is None else self.right.double())
         return replace(self, right=right)
 
 
 class RowGroup(Protocol):
-    """The processes that store the rows of one matrix between them; results are the same on each."""
+    """The processes among which the rows of one matrix are sharded; every method is a collective with equal results on all."""
 
     def sum(self, t: Tensor) -> Tensor:
         """The sum of the tensor `t` over all processes of the group, on each of them."""
@@ -135,9 +141,10 @@ class RowGroup(Protocol):
 
 
 def store_columns(matrix_NR: Tensor | MatrixSource, dtype: torch.dtype, others: RowGroup | None = None) -> Stored:
-    """Store U [n, r] in `dtype`; in half precision with one scale (a power of two) per column, to a largest entry of 2¹⁰.
+    """Store U [n, r] in `dtype`; in half precision each column is scaled by a power of two to a largest entry near 2¹⁰.
 
-    Where `others` store the other rows of U, scales and the error are those of all of U.
+    `others`: the processes that store the other rows of U; scales and rounding error are then computed over all rows. None: all
+    rows are in `matrix_NR`.
     """
     source = _Whole(matrix_NR) if isinstance(matrix_NR, Tensor) else matrix_NR
     if dtype not in HALF:
@@ -159,7 +166,10 @@ def store_symmetric(matrix_NN: Tensor, dtype: torch.dtype) -> Stored:
 
 
 def join_columns(left: Stored, right: Stored, others: RowGroup | None = None) -> Stored:
-    """[left, right] side by side as one stored matrix; `right` is rounded again only if the dtypes differ."""
+    """[left, right] side by side as one stored matrix in the dtype of `left`; `right` is rounded only if the dtypes differ.
+
+    `others`: the processes that store the other rows of both, None: all rows are here. The error is the larger of both errors.
+    """
     if left.body.dtype != right.body.dtype:
         source = LoadedMatrix(right, torch.promote_types(right.dtype, left.dtype))
         right = store_columns(source, left.body.dtype, others)
@@ -187,7 +197,7 @@ def _plain(
 def _rounded(
     source: MatrixSource, dtype: torch.dtype, left: Tensor | None, right: Tensor | None, others: RowGroup | None = None
 ) -> Stored:
-    """Store a matrix in `dtype` with these scales and measure the rounding error, a chunk of columns at a time."""
+    """Store diag(left)⁻¹ M diag(right)⁻¹ in `dtype`, a chunk of columns at a time, and measure the rounding error of M."""
     body = torch.empty(source.shape, dtype=dtype, device=source.device)
     norms = [torch.zeros(2, dtype=torch.float64, device=source.device)]
     for columns in pieces(source.shape[1], source.shape[0]):

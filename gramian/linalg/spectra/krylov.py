@@ -1,14 +1,14 @@
-"""The orthonormal basis of a block Lanczos recurrence, which restarts reduce where it grows too large.
+"""The orthonormal basis of a block Lanczos recurrence, with restarts that reduce it when it grows too large.
 
-Legend: n side, m vectors of the basis V, b vectors of a block, p vectors that a restart keeps.
+Legend: n side of the operator M, m vectors of the basis V, b vectors of a block, p vectors that a restart keeps.
 
-The basis is kept as rows, V [m, n], orthonormal. After every block of products
+The basis is stored as orthonormal rows, V [m, n]. After every block of products
 
-    M Vᵀ = Vᵀ H + Qᵀ C,    T = upper part of H, mirrored,
+    M Vᵀ = Vᵀ H + Qᵀ C,    T = symmetric matrix with the upper triangle of H,
 
-with the next block Q [b, n] and its coupling C [b, m]. T is block tridiagonal, but for what a restart brings along. An
-eigenpair T s = θ s gives the Ritz pair (θ, Vᵀs) with the residual Vᵀ(H − T)s + QᵀCs; some eigenvalue of M lies within its
-length of θ. Without restarts and for b = 1 the length of Cs is β_m|s_m|.
+with the measured products H [m, m], the next block Q [b, n] and its coupling C [b, m]. T is block tridiagonal, except in the
+rows and columns of vectors that a restart kept. An eigenpair T s = θ s gives the Ritz pair (θ, Vᵀs) with the residual
+Vᵀ(H − T)s + QᵀCs; some eigenvalue of M differs from θ by at most the norm of this residual.
 """
 
 from dataclasses import dataclass
@@ -20,9 +20,10 @@ from gramian.linalg.spectra.operator import Operator, parts, seeded
 
 
 def orthogonalise(vectors_BN: Tensor, rows_MN: Tensor) -> Tensor:
-    """Subtract from float64 vectors their projection on orthonormal rows, in place, twice; return the coefficients [m, b].
+    """Subtract from b float64 vectors their projection on m orthonormal rows, in place; return the coefficients [m, b].
 
-    Sums run in float64, whatever the rows are stored in. Cost: 8·b·m·n FLOPs.
+    Done twice, against rounding. Sums are in float64, whatever dtype the rows have; the coefficients are returned on the CPU.
+    Cost: 8·b·m·n FLOPs.
     """
     m, n = rows_MN.shape
     taken_MB = torch.zeros(m, len(vectors_BN), dtype=torch.float64, device=vectors_BN.device)
@@ -46,16 +47,16 @@ def lengths(vectors_BN: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Ritz:
-    """Eigenpairs of the projected matrix, T = S diag(θ) Sᵀ, θ ascending, with parts of their residuals."""
+    """Eigenpairs of the projected matrix, T = S diag(θ) Sᵀ, θ ascending, with bounds of their residuals as pairs of M."""
 
     values_M: Tensor
     """The eigenvalues θ of the projected matrix T, ascending."""
     vectors_MM: Tensor
     """The eigenvectors S of the projected matrix T, as columns."""
     couplings_M: Tensor
-    """‖Cs‖ for each eigenvector s, C the coupling to the next block: the part of its residual that more products reduce."""
+    """‖Cs‖ for each eigenvector s, C the coupling to the next block: the part of the residual that more products reduce."""
     losses_M: Tensor
-    """Bounds of the rest of each residual: ‖(H − T)s‖ for measured products H and symmetrised T, and what restarts left out."""
+    """Upper bound of the rest of each residual: ‖(H − T)s‖ for measured products H, plus what restarts dropped."""
     asymmetry: float
     """‖H − T‖_F for measured products H and their symmetrised form T."""
 
@@ -63,8 +64,12 @@ class Ritz:
 class KrylovBasis:
     """An orthonormal basis V, its products H, and the next block Q with its coupling C: M Vᵀ = Vᵀ H + Qᵀ C.
 
+    The constructor allocates `room` vectors on `device` and draws the first block with `generator` (None: seed 0).
+
     Attributes:
         size: m, vectors of V whose products are known.
+        matvecs: products with single vectors so far.
+        breakdowns: times that a Krylov space was exhausted and a random vector continued it.
         scale: largest ‖Mq‖ seen, at most ‖M‖.
     """
 
@@ -91,13 +96,13 @@ class KrylovBasis:
 
     @property
     def rounding(self) -> float:
-        """Norm below which a residual may be zero but for rounding; it includes the spacing of subnormal numbers."""
+        """Norm below which a residual cannot be told from zero because of rounding, that of subnormal numbers included."""
         info = torch.finfo(self._operator.dtype)
         return self._operator.rounding * self.scale + 8 * self._operator.dim * info.smallest_normal * info.eps
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the basis V at its full size and of the largest next block Q."""
+        """Bytes of the basis V at its largest size and of a full next block Q."""
         return (len(self._rows_MN) + self._block_size) * self._operator.dim * self._rows_MN.element_size()
 
     def multiply(self) -> None:
@@ -137,9 +142,9 @@ class KrylovBasis:
         return Ritz(values_M, vectors_MM, couplings_M, noise_M + lost_M, float(lengths((H_MM - T_MM).reshape(1, -1))))
 
     def restart(self, ritz: Ritz, kept: Tensor, anew: bool) -> None:
-        """Reduce the basis to the Ritz vectors `kept`; the next block stays, or with `anew` is a random one.
+        """Reduce the basis to the Ritz vectors with the indices `kept`; `anew` replaces the next block by a random one.
 
-        With `anew` the coupling of the old block is dropped and added to the bounds of the residuals.
+        With `anew` the coupling to the old block is dropped, and its norm is added to the bounds of the residuals.
         """
         vectors_MP = ritz.vectors_MM[:, kept]
         rounded = torch.finfo(self._rows_MN.dtype).eps / 2 * self.scale
@@ -156,7 +161,7 @@ class KrylovBasis:
             self._begin_anew()
 
     def residuals(self, values_K: Tensor, vectors_MK: Tensor) -> Tensor:
-        """‖M x − θ x‖ of Ritz pairs (θ, x = Vᵀs), [k], by one product for each."""
+        """‖M x − θ x‖ of k Ritz pairs with values θ and vectors x = Vᵀs, [k], by one product with M for each."""
         found = []
         for begin in range(0, len(values_K), self._block_size):
             block = slice(begin, begin + self._block_size)

@@ -21,7 +21,7 @@ SMALL = 512
 """Largest side n for which the basis may by default fill the whole space."""
 
 MISSED = 1e-6
-"""Probability, at each end of the spectrum, that the search for further copies of an eigenvalue ends although there is one."""
+"""Probability, at each end of the spectrum, that the search for further copies of an eigenvalue stops too early."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,7 @@ class LanczosSpectrum:
     """Some eigenvalues θ of a symmetric operator M, with bounds on their errors."""
 
     eigenvalues: Tensor
-    """The k eigenvalues, float64, most wanted first: descending for "LA", ascending for "SA", by magnitude for "LM"; all
-    descending for "BE".
-    """
+    """The k eigenvalues, float64: descending for "LA" and "BE", ascending for "SA", largest magnitude first for "LM"."""
     residual_bounds: Tensor
     """[k], upper bounds of ‖Mx − θx‖ of every eigenpair, rounding included: an eigenvalue of M lies that close to θ."""
     eigenvectors: Tensor | None
@@ -39,8 +37,8 @@ class LanczosSpectrum:
     converged: bool
     """True if all k were found and no residual bound exceeds tol·‖M‖ plus rounding."""
     complete: bool
-    """True if the complement of the eigenvectors was searched and has no eigenvalue that is wanted more, so that repeated
-    eigenvalues are listed as often as they occur.
+    """True if the space orthogonal to the eigenvectors was searched and has no eigenvalue that should be among the k, so that
+    repeated eigenvalues are listed as often as they occur.
     """
     iterations: int
     """Number of products with blocks; `matvecs`: number of products with single vectors."""
@@ -50,18 +48,18 @@ class LanczosSpectrum:
     breakdowns: int
     """Number of times a Krylov space was exhausted, and a random vector continued it."""
     smallest: float
-    """Smallest Ritz value seen (`largest`: the largest one). The spectrum reaches at least from one to the other: a `smallest`
-    below zero by more than `rounding` proves a negative eigenvalue.
+    """Smallest Ritz value seen (`largest`: the largest one); the spectrum extends at least from one to the other. A `smallest`
+    below zero by more than `rounding` proves that M has a negative eigenvalue.
     """
     largest: float
     rounding: float
-    """Norm below which a residual is rounding error."""
+    """Norm below which a residual cannot be told from zero because of rounding."""
     asymmetry: float
-    """Relative Frobenius norm of the asymmetry of the projected products, which is rounding unless the operator changes from
-    call to call.
+    """Frobenius norm of the asymmetry of the projected operator, relative to its scale: at the level of rounding unless the
+    operator is not symmetric or changes from call to call.
     """
     basis_bytes: int
-    """Bytes of the basis and of the block that follows it, the memory that grows with n·m."""
+    """Bytes of the basis and of the next block, the memory that grows with n times the basis size."""
 
 
 def lanczos(
@@ -80,11 +78,12 @@ def lanczos(
 ) -> LanczosSpectrum:
     """k eigenvalues of a symmetric operator, definite or not, at one end of its spectrum or at both.
 
-    A Krylov space holds one direction of every eigenspace (b of them for blocks of b). When the wanted pairs have converged,
-    their vectors stay in the basis, a random vector orthogonal to them starts anew, and so on until a search changes nothing
-    and either the best value outside has converged as well, or no wanted one can be there but with probability 10⁻⁶:
-    λ ≤ θ + ε(λ_max − λ_min), ε = (ln(1.648 √n / 10⁻⁶)/(2j − 1))² after j products from a random start
-    (Kuczyński and Woźniakowski 1992).
+    A Krylov space contains one direction of every eigenspace (b directions for blocks of b), so it can miss copies of repeated
+    eigenvalues. When the k pairs have converged, they stay in the basis, and a random block orthogonal to them starts a new
+    search. Searches end when one changes none of the k values and the next best Ritz value θ either has converged too or is too
+    far away: with probability 1 − 10⁻⁶ no eigenvalue λ in the searched space exceeds the largest θ there by more than
+    ε(λ_max − λ_min), ε = (ln(1.648 √n / 10⁻⁶)/(2j − 1))² after j products from a random start (Kuczyński and Woźniakowski
+    1992).
 
     Cost for i products: the products, up to 8·i·max_basis·n FLOPs of reorthogonalisation (twice, against the whole basis,
     sums in float64), and (max_basis + b)·n numbers.
@@ -93,15 +92,19 @@ def lanczos(
         operator: symmetric; nothing else is assumed.
         k: number of eigenvalues; fewer are returned where n is smaller.
         which: "LA" largest, "SA" smallest, "LM" largest in magnitude, "BE" from both ends by turns, starting above.
-        tol: for residuals, relative to ‖M‖; None: eps^(2/3) of the operator's dtype. Eigenvalues are usually twice as
-            many digits exact.
-        max_iterations: blocks of products, all searches together; None: 40·max_basis products.
-        max_basis: most vectors stored; None: all n up to 512, else 2k + 20 + 12b; k + 2b at least, and the more the faster.
-        block_size: b, columns of a product.
-        search_copies: False ends with the first Krylov space, which sees b copies of a repeated eigenvalue at most.
-        eigenvectors: return them.
+        tol: largest residual norm, relative to ‖M‖; None: eps^(2/3) of the operator's dtype. Eigenvalues usually have twice
+            as many exact digits.
+        max_iterations: largest number of products with blocks, all searches together; None: 40·max_basis products with vectors.
+        max_basis: largest number of stored vectors, at least k + 2b (or n); more converge faster. None: n for n ≤ 512, else
+            2k + 20 + 12b.
+        block_size: b, number of columns of one product.
+        search_copies: False stops with the first Krylov space, which finds at most b copies of a repeated eigenvalue.
+        eigenvectors: whether to return the eigenvectors.
         basis_device: device that stores the basis; None: the operator's.
         generator: source of the random vectors; None: a fresh one with seed 0. The global one is never touched.
+
+    Raises:
+        GramianError: for an argument outside its range, or a product that is not finite.
     """
     check_operator(operator)
     check_counts(k=k, block_size=block_size)
@@ -184,7 +187,10 @@ def lanczos(
 
 
 def _ranked(values_M: Tensor, k: int, which: Which) -> Tensor:
-    """Indices of ascending values: the k wanted ones, then the rest, alternating from the ends where more could be wanted."""
+    """Indices of the ascending `values_M`, the k wanted ones first, then the rest in the order in which it is worth keeping.
+
+    For "LM" and "BE" the rest alternates between the upper and the lower end, since either may have wanted values.
+    """
     ascending = torch.arange(len(values_M))
     if which == "SA":
         return ascending
@@ -203,19 +209,25 @@ def _inwards(indices_M: Tensor) -> Tensor:
 
 
 def _same(values_K: Tensor, others_K: Tensor, which: Which, level: float) -> bool:
-    """True if two lists of values agree to within `level`, sorted; for "LM" by magnitude."""
+    """True if two lists of k values, sorted, differ by at most `level` in every place; for "LM" by magnitude."""
     if which == "LM":
         values_K, others_K = values_K.abs(), others_K.abs()
     return bool(((values_K.sort().values - others_K.sort().values).abs() <= level).all())
 
 
 def _hidden_share(n: int, steps: int) -> float:
-    """ε: with probability 1 − `MISSED` no eigenvalue exceeds the largest Ritz value by more than ε(λ_max − λ_min)."""
+    """ε such that with probability 1 − `MISSED` no eigenvalue exceeds the largest Ritz value by more than ε(λ_max − λ_min).
+
+    `steps`: Lanczos steps from a random start; n: side of the operator.
+    """
     return (math.log(1.648 * math.sqrt(n) / MISSED) / (2 * steps - 1)) ** 2
 
 
 def _nothing_outside(ritz: Ritz, ranking: Tensor, k: int, which: Which, level: float, share: float) -> bool:
-    """True if no eigenvalue beside the first k of the ranking can be wanted more than they are."""
+    """True if no eigenvalue other than the first k of `ranking` can belong among the k that `which` asks for.
+
+    `level`: residual norm that counts as converged; `share`: the ε of `_hidden_share`.
+    """
     values, outside = ritz.values_M, ranking[k:].sort().values
     if not len(outside):
         return False

@@ -1,6 +1,6 @@
-"""Symmetric linear operators that are known by their products only, from which spectra are computed.
+"""Symmetric linear operators that are known only by their products with vectors, the input of all spectrum estimates.
 
-Legend: n side, k columns of Y [n, k].
+Legend: n side of the operator, k columns of Y [n, k].
 """
 
 import math
@@ -15,7 +15,7 @@ from gramian.core.errors import GramianError
 
 
 class Operator(ABC):
-    """Base of operators: a symmetric matrix M [n, n], definite or not, that is known by its products."""
+    """Base of operators: a symmetric matrix M [n, n], definite or not, that is known only by its products (`matmat`)."""
 
     dim: int
     """Number n of rows of the operator's matrix M [n, n]."""
@@ -39,7 +39,10 @@ class Operator(ABC):
 
     def to_scipy(self) -> Any:
         """This operator as a `scipy.sparse.linalg.LinearOperator`; vectors go through host memory."""
-        from scipy.sparse.linalg import LinearOperator
+        try:
+            from scipy.sparse.linalg import LinearOperator
+        except ImportError:
+            raise GramianError("to_scipy: scipy is not here; expected it installed") from None
 
         def matmat(y_NK: Any) -> Any:
             y = torch.as_tensor(y_NK).to(device=self.device, dtype=self.dtype)
@@ -51,7 +54,11 @@ class Operator(ABC):
 
     @property
     def working_dtype(self) -> torch.dtype:
-        """Dtype of the vectors that Lanczos stores: float32 if products are in half precision, else that of products."""
+        """Dtype of the vectors that Lanczos stores: float32 if products are in half precision, else that of products.
+
+        Raises:
+            GramianError: if products are not real floating-point numbers.
+        """
         if not self.dtype.is_floating_point:
             raise GramianError(
                 f"{type(self).__name__}: products are {self.dtype}; expected real floating-point numbers"
@@ -60,11 +67,15 @@ class Operator(ABC):
 
     @property
     def rounding(self) -> float:
-        """Norm, relative to ‖M‖, below which the rest of an orthogonalised product may be zero but for rounding."""
+        """Norm, relative to ‖M‖, below which the residual of an orthogonalised product cannot be told from rounding error."""
         return float(torch.finfo(self.dtype).eps + 20 * torch.finfo(self.working_dtype).eps)
 
     def checked_matmat(self, y_NK: Tensor) -> Tensor:
-        """M Y in the operator's dtype and on its device, whatever Y's are; an error unless finite and of Y's shape."""
+        """M Y in the operator's dtype and on its device, for Y of any dtype and device.
+
+        Raises:
+            GramianError: if the product is not finite or does not have the shape of Y.
+        """
         product_NK = self.matmat(y_NK.to(device=self.device, dtype=self.dtype))
         if product_NK.shape != y_NK.shape:
             raise GramianError(
@@ -76,7 +87,7 @@ class Operator(ABC):
 
 
 def parts(rows: int, n: int, device: torch.device) -> list[slice]:
-    """Slices of columns of a [rows, n] matrix to convert to float64 at a time: as a cache holds, or 2²⁶ numbers on a GPU."""
+    """Slices of the columns of a [rows, n] matrix to convert to float64 one at a time: of 2¹⁷ numbers on a CPU, else 2²⁶."""
     width = max(1, (2**17 if device.type == "cpu" else 2**26) // max(1, rows))
     return [slice(begin, begin + width) for begin in range(0, n, width)]
 
@@ -115,7 +126,7 @@ def seen(value: Any) -> str:
 
 
 def basis_device_of(operator: Operator, given: Any) -> torch.device:
-    """The device that stores a Lanczos basis: `given`, which must be usable, or the operator's if it is None."""
+    """The device that stores a Lanczos basis: `given`, or the operator's for None; GramianError if `given` is not usable."""
     if given is None:
         return torch.device(operator.device)
     try:
@@ -127,7 +138,7 @@ def basis_device_of(operator: Operator, given: Any) -> torch.device:
 
 
 def seeded(operator: Operator, given: Any = None) -> torch.Generator:
-    """`given` if it is a generator; for None a new one with seed 0 on the operator's device. The global one is not touched."""
+    """`given` if it is a torch.Generator; for None a new one with seed 0 on the operator's device; else GramianError."""
     if isinstance(given, torch.Generator):
         return given
     if given is not None:
@@ -139,7 +150,7 @@ class DenseOperator(Operator):
     """A symmetric matrix in memory as an operator."""
 
     def __init__(self, matrix_NN: Tensor) -> None:
-        """Store the matrix, which must be square; nothing is copied."""
+        """Reference the matrix without copying; GramianError if it is not square."""
         if not isinstance(matrix_NN, Tensor) or matrix_NN.dim() != 2 or matrix_NN.shape[0] != matrix_NN.shape[1]:
             raise GramianError(f"matrix: {seen(matrix_NN)}; expected a square one")
         self.matrix_NN = matrix_NN

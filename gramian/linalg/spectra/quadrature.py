@@ -1,8 +1,8 @@
 """Functions of a spectrum by stochastic Lanczos quadrature: densities, traces of functions, log-determinants.
 
-Legend: n side, p probes Z [n, p] with E[z zᵀ] = I, s Lanczos steps for each.
+Legend: n side of the operator M, p probes Z [n, p] with E[z zᵀ] = I, s Lanczos steps for each.
 
-s steps from z/‖z‖ give a tridiagonal T = U diag(θ) Uᵀ, and Gauss' rule with nodes θ and weights ‖z‖²U_1i²:
+s Lanczos steps from z/‖z‖ give a tridiagonal T = U diag(θ) Uᵀ, and a Gauss quadrature with nodes θ and weights ‖z‖²U_1i²:
 
     zᵀ f(M) z ≈ ‖z‖² Σ_i U_1i² f(θ_i),    exact for polynomials f of degree 2s − 1,
 
@@ -33,16 +33,16 @@ from gramian.linalg.spectra.trace import Distribution, Estimate, random_blocks
 
 @dataclass(frozen=True)
 class SmoothDensity:
-    """A spectral density on a grid: ρ(t) = mean over probes of Σ_i w_i N(t; θ_i, σ²)/n, nodes θ_i with weights w_i."""
+    """A spectral density on a grid: ρ(t) = mean over probes of Σ_i w_i N(t; θ_i, σ²)/n, with nodes θ_i and weights w_i."""
 
     grid: Tensor
-    """[points], evenly spaced, to 4 kernel widths beyond the nodes on both sides."""
+    """[points], evenly spaced, from 4 kernel widths below the lowest node to 4 above the highest."""
     density: Tensor
     """[points], the density ρ, of integral 1."""
     standard_error: Tensor
-    """[points], standard error of the density from the spread of the probes."""
+    """[points], standard error of the density from the spread over probes; infinite for one probe."""
     kernel_width: float
-    """Standard deviation σ of the Gaussian kernel; eigenvalues that are closer are not resolved."""
+    """Standard deviation σ of the Gaussian kernel; eigenvalues closer than that are not resolved."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,14 @@ class SpectralDensity:
     matvecs: int
     """Number of products with vectors that were computed."""
     rounding: float
-    """Magnitude below which a node may be zero but for rounding."""
+    """Magnitude below which a node cannot be told from zero because of rounding."""
 
     def samples(self, f: Callable[[Tensor], Tensor]) -> Tensor:
-        """zᵀ f(M) z for every probe z, [p]; f maps float64 tensors element by element, and is real and finite on the nodes."""
+        """Estimates of zᵀ f(M) z for every probe z, [p], for a function f that maps float64 tensors element by element.
+
+        Raises:
+            GramianError: if f is not a function, changes the shape, or is complex or not finite on a node.
+        """
         if not callable(f):
             raise GramianError(f"f: {seen(f)}; expected a function of a tensor, element by element")
         values_PS = f(self.nodes_PS)
@@ -79,15 +83,19 @@ class SpectralDensity:
         return (self.weights_PS * values_PS).sum(1)
 
     def trace_of(self, f: Callable[[Tensor], Tensor]) -> Estimate:
-        """Estimate tr f(M) for a function f of float64 tensors, element by element.
+        """Estimate tr f(M) for a function f that maps float64 tensors element by element; errors as in `samples`.
 
-        The standard error is that of the probes alone. The error of Gauss' rule is not in it: small for smooth f, gone with
-        more steps.
+        The standard error is that of the probes alone. It does not include the error of the Gauss quadrature, which is small
+        for smooth f and vanishes with more steps.
         """
         return Estimate.of(self.samples(f), self.matvecs)
 
     def log_det(self, damping: float) -> Estimate:
-        """Estimate log det(M + λI), λ = `damping`; an error unless M + λI is positive definite. Gauss' rule errs upwards."""
+        """Estimate log det(M + λI), λ = `damping`; the Gauss quadrature itself overestimates it.
+
+        Raises:
+            GramianError: if a node shows that M + λI is not positive definite.
+        """
         check_numbers(damping=damping)
         lowest = float(self.nodes_PS.min()) + damping
         if not lowest > self.rounding:
@@ -98,12 +106,15 @@ class SpectralDensity:
         return self.trace_of(lambda nodes: (nodes + damping).log())
 
     def smooth(self, kernel_width: float | None = None, points: int = 1024) -> SmoothDensity:
-        """The density on a grid, with a Gaussian kernel.
+        """The density on a grid, smoothed by a Gaussian kernel.
 
         Args:
-            kernel_width: σ of the kernel; None: the distance from the lowest to the highest node over the number of steps, and
-                a thousandth of the node where there is but one.
-            points: number of points of the grid.
+            kernel_width: σ of the kernel; None: the distance from the lowest to the highest node over the number of steps, or
+                a thousandth of the node if all nodes are equal.
+            points: number of points of the grid, at least 16.
+
+        Raises:
+            GramianError: for too few points, or a kernel narrower than the spacing of the grid.
         """
         check_counts(points=points)
         low, high = float(self.nodes_PS.min()), float(self.nodes_PS.max())
@@ -139,21 +150,24 @@ def spectral_density(
     basis_device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
 ) -> SpectralDensity:
-    """The spectrum of a symmetric operator as a measure, from Lanczos recurrences of random probes.
+    """The spectrum of a symmetric operator as nodes and weights, one Gauss quadrature per random probe, by Lanczos.
 
-    Each probe has its own recurrence with full reorthogonalisation, twice, sums in float64. A block of probes shares its
-    products.
+    Each probe has its own Lanczos recurrence, with full reorthogonalisation, done twice, and sums in float64. The probes of a
+    block are multiplied in one product.
 
     Cost: p·s products, 4·p·s²·n FLOPs beside them, and block_size·s·n numbers.
 
     Args:
         operator: symmetric; nothing else is assumed.
-        probes: p, number of random probes; two at least for an error.
+        probes: p, number of random probes; at least 2 for a standard error.
         steps: s, Lanczos steps for each.
         distribution: of the entries of probes, "rademacher" or "gaussian".
         block_size: probes at a time; None: as many as keep the bases within 2³⁰ bytes, and one at least.
         basis_device: device that stores the bases; None: the operator's.
         generator: source of the probes; None: a fresh one with seed 0. The global one is never touched.
+
+    Raises:
+        GramianError: for an argument outside its range, an operator without rows, or a product that is not finite.
     """
     check_operator(operator)
     n, dtype = operator.dim, operator.working_dtype
@@ -186,14 +200,17 @@ def log_det(
     distribution: Distribution = "rademacher",
     generator: torch.Generator | None = None,
 ) -> Estimate:
-    """Estimate log det(M + λI), λ = `damping`; for several λ use `spectral_density(…).log_det(λ)`, which reuses products."""
+    """Estimate log det(M + λI), λ = `damping`; for several λ use `spectral_density(…).log_det(λ)`, which reuses products.
+
+    Arguments and errors are those of `spectral_density` and `SpectralDensity.log_det`.
+    """
     check_numbers(damping=damping)
     density = spectral_density(operator, probes, steps, distribution=distribution, generator=generator)
     return density.log_det(damping)
 
 
 def _tridiagonal(operator: Operator, z_NB: Tensor, steps: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Lanczos coefficients α and β of every column of Z, [b, ≤ steps]; those behind a β of 0 are meaningless."""
+    """Lanczos coefficients α and β of every column of Z, each [b, ≤ steps]; those after the first β = 0 are meaningless."""
     n, b = z_NB.shape
     basis_BSN = torch.zeros(b, steps, n, dtype=z_NB.dtype, device=device)
     alpha_BS, beta_BS = torch.zeros(2, b, steps, dtype=torch.float64, device=device)
@@ -216,7 +233,11 @@ def _tridiagonal(operator: Operator, z_NB: Tensor, steps: int, device: torch.dev
 
 
 def _orthogonalise(vectors_BN: Tensor, basis_BSN: Tensor) -> Tensor:
-    """Subtract from each float64 vector its projection on its own basis, in place, twice; return the last coefficients [b]."""
+    """Subtract from each of b float64 vectors its projection on its own basis, in place, twice.
+
+    Returns:
+        Each vector's coefficient on the last basis vector, [b].
+    """
     b, s, n = basis_BSN.shape
     taken_B = torch.zeros(b, dtype=torch.float64, device=vectors_BN.device)
     for _ in range(2):
@@ -230,7 +251,7 @@ def _orthogonalise(vectors_BN: Tensor, basis_BSN: Tensor) -> Tensor:
 
 
 def _gauss(alpha_BS: Tensor, beta_BS: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Nodes and weights [b, steps] of Gauss rules, from tridiagonal matrices (α, β), each cut off behind its first β = 0."""
+    """Nodes and weights, each [b, steps], of Gauss quadratures from tridiagonal (α, β), each cut off after its first β = 0."""
     lengths_B = (beta_BS[:, :-1] > 0).cumprod(1).sum(1) + 1
     nodes_BS = torch.zeros(len(alpha_BS), steps, dtype=torch.float64)
     weights_BS = torch.zeros_like(nodes_BS)

@@ -1,6 +1,6 @@
-"""Traces of a symmetric operator from products with random probes, with their errors.
+"""Estimates of the trace of a symmetric operator from products with random probes, with standard errors.
 
-Legend: n side, p probes Z [n, p] with E[z zᵀ] = I, r columns of the random test matrix of "hutch++".
+Legend: n side of the operator M, p probes Z [n, p] with E[z zᵀ] = I, r columns of the random test matrix of "hutch++".
 """
 
 import math
@@ -18,8 +18,8 @@ from gramian.linalg.spectra.operator import Operator, check_counts, check_number
 Distribution = Literal["rademacher", "gaussian"]
 
 MOST_OFTEN = 3 / 4
-"""Largest probability that zᵀMz takes one value for random signs z, unless it is constant: a nonzero polynomial of degree 2
-does not vanish on a quarter of all signs.
+"""Upper bound of the probability that zᵀMz equals one fixed value for random signs z, unless it is constant in z: a nonzero
+polynomial of degree 2 is nonzero on at least a quarter of all sign vectors.
 """
 
 AGREEING = 1e-12
@@ -28,16 +28,16 @@ AGREEING = 1e-12
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean of independent samples, with its standard error.
+    """A mean of p independent samples, with its standard error.
 
-    Samples that agree do not show that there is nothing to err about: one off-diagonal pair gives equal ones with probability
-    2^(1−p). Their error is 0 only once chance, at most ¾^(p−1), is ruled out.
+    Equal samples do not prove that the value is exact: a matrix with one off-diagonal pair gives p equal samples with
+    probability 2^(1−p). The standard error of equal samples is 0 only if chance, of probability up to ¾^(p−1), is below 5 %.
     """
 
     value: float
     """The estimated number: the mean of the samples, plus any part that is known exactly."""
     standard_error: float
-    """Standard deviation of the samples/√p; infinite for one sample, and for less than 12 that agree."""
+    """Standard deviation of the samples over √p; infinite for one sample, and for fewer than 12 equal samples."""
     samples: int
     """Number p of samples; 0 if the value is exact."""
     matvecs: int
@@ -45,7 +45,7 @@ class Estimate:
 
     @staticmethod
     def of(samples_P: Tensor, matvecs: int, exact: float = 0.0) -> "Estimate":
-        """The estimate from samples [p]: their mean, plus `exact`, a part that is known exactly."""
+        """The estimate from samples [p]: their mean plus `exact`, a part that is known exactly; `matvecs` is stored with it."""
         p, value = len(samples_P), exact + float(samples_P.mean())
         peak = float(samples_P.abs().max()) or 1.0  # the squares of samples may leave the range
         deviation = float((samples_P / peak).std()) * peak if p > 1 else 0.0
@@ -54,15 +54,18 @@ class Estimate:
         return Estimate(value, deviation / math.sqrt(p), p, matvecs)
 
     def interval(self, error_rate: float = 0.05) -> tuple[float, float]:
-        """Confidence interval value ± t s/√p with Student's t of p − 1 degrees of freedom.
+        """Lower and upper end of the confidence interval value ± t·standard_error, t Student's with p − 1 degrees of freedom.
 
-        It misses the samples' expectation at this rate if they are normal, and about so once their mean is. For a rate of 5 %
-        12 samples are the least that this was measured for: 2 to 8 % on evenly spread spectra. Where one eigenvalue or one
-        off-diagonal pair makes up most of the trace, samples are skewed or take few values, and it misses more often: for two
-        values up to 13 % below 33 samples, up to 8 % from there to 64.
+        The interval misses the expectation with probability `error_rate` if the samples, or approximately if their mean, are
+        normally distributed. Measured for a rate of 5 % from 12 samples on: 2 to 8 % misses on evenly spread spectra. Where one
+        eigenvalue or one off-diagonal pair makes up most of the trace, samples are skewed or take few values, and misses are
+        more frequent: for samples of two values up to 13 % below 33 samples, up to 8 % from there to 64.
 
-        Where all samples agree it is endless while chance could have made them (¾^(p−1) exceeds the rate), then a point; and
-        a point where nothing was random.
+        If all samples are equal, the interval is (−∞, ∞) while chance could have made them so (¾^(p−1) exceeds the rate), else
+        the single value. Without samples it is the single, exact value.
+
+        Raises:
+            GramianError: if `error_rate` is not between 0 and 1.
         """
         check_numbers(error_rate=error_rate)
         if not 0 < error_rate < 1:
@@ -85,27 +88,29 @@ def stochastic_trace(
     block_size: int = 32,
     generator: torch.Generator | None = None,
 ) -> Estimate:
-    """Estimate tr M without bias; exactly, from n products with the columns of the identity, if n ≤ `matvecs`.
+    """Unbiased estimate of tr M; exact, from n products with the columns of the identity, if n ≤ `matvecs`.
 
     "hutchinson": mean of zᵀMz over p = `matvecs` probes; for Rademacher probes the variance is 2(‖M‖_F² − Σ M_ii²)/p.
 
-    "hutch++" (Meyer, Musco, Musco and Woodruff 2021): a third of the products for an orthonormal Q [n, r] that spans M S with
-    a random S, a third for tr QᵀMQ, which is exact, and p probes of Hutchinson's for (I − QQᵀ)M(I − QQᵀ). Better the faster
-    the spectrum decays, exact for rank M ≤ r; on a flat spectrum it has a third of the probes. The standard error is that of
-    the probes, given Q; where M S = 0, so is M with probability one, and there is none.
+    "hutch++" (Meyer, Musco, Musco and Woodruff 2021): a third of the products find an orthonormal Q [n, r] that spans M S for a
+    random S, a third give tr QᵀMQ exactly, and the rest are p Hutchinson probes of (I − QQᵀ)M(I − QQᵀ). The faster the spectrum
+    decays, the smaller the error; it is 0 if rank M ≤ r. On a flat spectrum only the third of probes counts. The standard error
+    is that of the probes for the given Q. If M S = 0, then M = 0 with probability one, and the estimate is 0 without error.
 
-    Coverage of the interval was measured from 12 probes on, which are 12 products of "hutchinson" and 36 of "hutch++".
+    Coverage of the confidence interval was measured from 12 probes on: 12 products of "hutchinson", 36 of "hutch++".
 
-    Cost: the products; "hutch++" stores n·`matvecs`/3 numbers, and spends about 8·n·`matvecs`² / 9 FLOPs beside the
-    products.
+    Cost: the products; "hutch++" also stores n·`matvecs`/3 numbers and spends about 8·n·`matvecs`² / 9 FLOPs.
 
     Args:
         operator: symmetric; nothing else is assumed.
-        matvecs: number of products, at least 2, for "hutch++" 4.
+        matvecs: number of products with vectors, at least 2 for "hutchinson" and 4 for "hutch++".
         method: "hutch++" or "hutchinson".
         distribution: of the entries of probes, "rademacher" or "gaussian"; S is Gaussian.
-        block_size: columns of a product.
+        block_size: number of columns that are multiplied in one product.
         generator: source of the probes; None: a fresh one with seed 0. The global one is never touched.
+
+    Raises:
+        GramianError: for an argument outside its range, or a product that is not finite.
     """
     if method not in ("hutch++", "hutchinson"):
         raise GramianError(f'method: is {method!r}; expected "hutch++" or "hutchinson"')
@@ -136,9 +141,9 @@ def stochastic_trace(
 def random_blocks(
     operator: Operator, count: int, distribution: Distribution, block_size: int, generator: torch.Generator
 ) -> Iterator[Tensor]:
-    """Yield blocks [n, b] of random probes z with E[z zᵀ] = I, `count` columns in all, on the operator's device.
+    """Yield blocks [n, ≤ block_size] of random probes z with E[z zᵀ] = I, `count` columns in all, on the operator's device.
 
-    The columns do not depend on the block size.
+    The columns do not depend on the block size. Raises GramianError for counts below 1 or an unknown distribution.
     """
     check_counts(probes=count, block_size=block_size)
     _check_distribution(distribution)
@@ -154,7 +159,7 @@ def random_blocks(
 
 
 def student_quantile(probability: float, degrees: int) -> float:
-    """t with P(T ≤ t) = `probability` ≥ ½ for Student's T with `degrees` of freedom, by bisection of the closed form."""
+    """The t with P(T ≤ t) = `probability` ≥ ½ for Student's T with `degrees` degrees of freedom, by bisection."""
     low, high = 0.0, 1.0
     while _student_within(high, degrees) < 2 * probability - 1:
         high *= 2
@@ -182,7 +187,7 @@ def _check_distribution(distribution: Distribution) -> None:
 
 
 def _chance_of_agreement(samples: int) -> float:
-    """Upper bound of the probability that all samples are equal although they are random."""
+    """Upper bound of the probability that this many samples are all equal although they are random."""
     return float(MOST_OFTEN ** (samples - 1))
 
 
@@ -198,10 +203,10 @@ def _exact(operator: Operator, block_size: int) -> float:
 
 
 def _range(operator: Operator, rank: int, block_size: int, generator: torch.Generator) -> Tensor:
-    """Orthonormal rows, [≤ rank, n], that span M S for a Gaussian S, up to 10⁻⁶ of its largest singular value.
+    """Orthonormal rows, [≤ rank, n], that span M S for a Gaussian S; singular values below 10⁻⁶ of the largest are dropped.
 
-    By eigenvectors of the Gram matrix, summed in float64, twice. Signs would not do for S: few of them are linearly dependent
-    too often.
+    Computed from eigenvectors of the Gram matrix, summed in float64, twice. S is Gaussian because a few random sign vectors are
+    too often linearly dependent.
     """
     image_RN = torch.empty(rank, operator.dim, dtype=operator.working_dtype, device=operator.device)
     begin = 0

@@ -1,4 +1,4 @@
-"""Goose: a recurrent language model with ternary spikes, its dense twin, spike statistics, and text generation."""
+"""Goose: a recurrent language model with ternary activations ("spikes"), its dense twin, spike statistics, text generation."""
 
 from gramian.models.goose.goose import Goose, GooseConfig, LayerState, State
 from gramian.models.goose.operations import Operations, layer_operations, operations

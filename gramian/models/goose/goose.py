@@ -1,18 +1,18 @@
-r"""Goose: a recurrent language model whose matrix products have ternary operands, and its dense twin.
+r"""Goose: a recurrent language model whose matrix products have ternary operands ("spikes"), and its dense twin.
 
 One block, for the residual stream x, with n = norm(x), prev the previous token (zero at the beginning) and σ the sigmoid:
 
     m_j = n_t + μ_j ⊙ (n_prev − n_t)                          j = k, v, r: a mix of this token and the previous one
-    k = W_k spike(m_k)              v, r alike                ternary operands
+    k = W_k spike(m_k)              v and r likewise          ternary operands
     S_t = d ⊙ S_{t−1} + k ⊙ v,      d = σ(w)                  memory, one number per channel
     x ← x + σ(r) ⊙ W_o spike(norm(√(1−d²) ⊙ S_t))
     x ← x + W_2 spike(relu(W_1 spike(m_f))²)                  m_f: the mix of norm(x)
 
 Every W spike(x) is mean |x| · a ⊙ (W s) with s in {−1, 0, 1} (`gramian.models.goose.spike`).
 
-√(1−d²) gives channels of all time constants the same variance. There are no position embeddings: the recurrence encodes the
-order, and sequences have no maximum length. `spikes=False` is the dense twin: the same code and the same initial matrices with
-spike = identity and no amplitudes.
+Here a is a learned amplitude per output. √(1−d²) gives channels of all time constants the same variance. There are no position
+embeddings: the recurrence encodes the order, and sequences have no maximum length. `spikes=False` is the dense twin: the same
+code and the same initial matrices with spike = identity and no amplitudes.
 
 Legend: B sequences, T tokens, D width of the residual stream, F hidden width of the MLP, V vocabulary.
 
@@ -43,7 +43,7 @@ class GooseConfig:
         context: largest initial time constant of the memory, in tokens; sequences may be longer.
         layers: number of blocks.
         width: width of the residual stream.
-        spikes: use ternary spikes in front of the blocks' matrices; False: the dense twin.
+        spikes: whether the inputs of the blocks' matrices are rounded to ternary spikes; False: the dense twin.
         tied: whether the head shares its weight with the token embedding.
         ffn: hidden width of the MLP, as a multiple of `width`.
         dropout: probability of dropout on the embedding and both residual branches.
@@ -69,9 +69,9 @@ class LayerState(NamedTuple):
     memory_BD: Tensor
     """Memory S of the block, float32, or float64 if the model is."""
     token_BD: Tensor
-    """Last token's normalised stream, which the mixes in front of the memory combine with the next token's."""
+    """Normalised residual stream of the last token before the memory, which the next token is mixed with."""
     mlp_token_BD: Tensor
-    """Last token's normalised stream, which the mix in front of the MLP combines with the next token's."""
+    """Normalised residual stream of the last token before the MLP, which the next token is mixed with."""
 
 
 State = tuple[LayerState, ...]
@@ -102,9 +102,9 @@ class GooseBlock(nn.Module):
     def forward(
         self, x_BTD: Tensor, keep_BT: Tensor | None = None, state: LayerState | None = None
     ) -> tuple[Tensor, LayerState]:
-        """Map the residual stream [B, T, D] and the state after the previous tokens to the next stream and state.
+        """Map the residual stream [B, T, D] and the state after the previous tokens to the stream and state after the block.
 
-        `keep_BT` is 0 where a document begins, else 1; default: a row is one document.
+        `keep_BT` is 0 where a document begins, else 1; None: each sequence is one document. `state` None: no previous tokens.
         """
         n_BTD = self.norm_memory(x_BTD)
         before_BTD = _before(n_BTD, keep_BT, None if state is None else state.token_BD)
@@ -136,7 +136,7 @@ class Goose(nn.Module):
     """
 
     def __init__(self, config: GooseConfig | None = None, seed: int = 0) -> None:
-        """Build and initialise the model that `config` (default: `GooseConfig()`) describes."""
+        """Build the model that `config` describes (None: `GooseConfig()`), with matrices drawn from `seed`."""
         super().__init__()
         self.config = config = config or GooseConfig()
         with torch.random.fork_rng(devices=[]):
@@ -153,7 +153,7 @@ class Goose(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Set all parameters: matrices as GPT-2 does, drawn from `seed`; vectors to the fixed values of their `reset`."""
+        """Set all parameters: matrices from N(0, 0.02²) as in GPT-2, drawn from `seed`; vectors to fixed initial values."""
         draw_matrices(self, seed, self.config.layers, ("memory_out.linear.weight", "mlp_out.linear.weight"))
         for module in self.modules():
             if isinstance(module, Mix | LeakyMemory | Spike | Amplitude):
@@ -164,8 +164,8 @@ class Goose(nn.Module):
     def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """Map token ids [B, T] of any length to logits [B, T, V] for the token that follows each position.
 
-        `documents_BT` is the index of each token's document; state and token shift then restart with every document. Default: a
-        row is one document.
+        `documents_BT` is the index of each token's document; the memory, and the mix with the previous token, then restart with
+        every document. None: each sequence is one document.
         """
         logits_BTV: Tensor = self.head(self.hidden(tokens_BT, documents_BT)[0])
         return logits_BTV
@@ -175,7 +175,11 @@ class Goose(nn.Module):
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Run the model without its head; returns the head's input [B, T, D] and {layer: residual stream [B, T, D]}.
 
-        The head's input is the stream after the final norm. `layers`: 0 is the embedding, l is after block l, counted from 1.
+        The head's input is the residual stream after the final norm. `layers`: which streams to return besides; 0 is the
+        embedding, l the stream after block l, counted from 1.
+
+        Raises:
+            GramianError: for a layer that does not exist.
         """
         x_BTD = self.embedding_dropout(self.token_embedding(tokens_BT))
         keep_BT = None if documents_BT is None else continues(documents_BT)
@@ -189,10 +193,10 @@ class Goose(nn.Module):
         return self.final_norm(x_BTD), streams
 
     def advance(self, tokens_BT: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Read tokens [B, T] in parallel, starting from a state (default: from the beginning).
+        """Run the model without its head on tokens [B, T], starting from a state (None: the beginning of a text).
 
         Returns:
-            The final hidden state [B, T, D], and the state after the last token.
+            The head's input [B, T, D], and the state after the last token, to be passed on with the tokens that follow.
         """
         x_BTD = self.embedding_dropout(self.token_embedding(tokens_BT))
         after = []
@@ -202,12 +206,15 @@ class Goose(nn.Module):
         return self.final_norm(x_BTD), tuple(after)
 
     def step(self, token_B: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Read one token [B] per sequence; returns logits [B, V] of the next one, and the new state. Cost: O(parameters)."""
+        """Run one token [B] per sequence from `state` (None: the beginning); returns logits [B, V] and the new state.
+
+        Cost: O(parameters), whatever the number of tokens before.
+        """
         hidden_BTD, state = self.advance(token_B.unsqueeze(1), state)
         return self.head(hidden_BTD[:, 0]), state
 
     def num_parameters(self) -> int:
-        """Number of scalar parameters; a shared one counts once."""
+        """Number of scalar parameters; a weight that embedding and head share counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 
@@ -219,7 +226,7 @@ def continues(documents_BT: Tensor) -> Tensor:
 
 
 def _before(x_BTD: Tensor, keep_BT: Tensor | None, first_BD: Tensor | None) -> Tensor:
-    """The previous token of every token, [B, T, D]: `first` (default: 0) for the first one, 0 where a document begins."""
+    """The values of x [B, T, D] at the previous token: `first_BD` (None: 0) for the first token, 0 where a document begins."""
     first_BD = torch.zeros_like(x_BTD[:, 0]) if first_BD is None else first_BD
     before_BTD = torch.cat([first_BD.unsqueeze(1), x_BTD[:, :-1]], dim=1)
     return before_BTD if keep_BT is None else before_BTD * keep_BT.unsqueeze(-1).to(before_BTD.dtype)

@@ -1,4 +1,4 @@
-"""Layers of a Goose block. Every raw parameter has its own small module, so that hooks can capture its gradients.
+"""Layers of a Goose block. Every parameter outside the linear layers has its own module, so that hooks capture it.
 
 Legend: B sequences, T tokens, D width.
 """
@@ -14,7 +14,7 @@ from gramian.models.goose.scan import scan
 from gramian.models.goose.spike import Amplitude, Spike, size_of
 
 MOST_OF_BEFORE = 0.75
-"""Initial share μ of the previous token in the last channel; it rises linearly from 0 in the first one. It is the same in every
+"""Initial share μ of the previous token in the last channel; over the channels μ rises linearly from 0. It is the same in every
 layer: if it grew with depth up to 1, the last layer would read only the previous token.
 """
 SHORTEST = 2.0
@@ -36,14 +36,14 @@ class Mix(nn.Module):
         self.share.copy_(torch.linspace(0.0, MOST_OF_BEFORE, self.share.shape[0]))
 
     def forward(self, x_BTD: Tensor, before_BTD: Tensor) -> Tensor:
-        """x + μ ⊙ (before − x), [B, T, D]: token shift; `before` [B, T, D] has at each position the token before x's."""
+        """x + μ ⊙ (before − x), [B, T, D], where `before_BTD` is x shifted by one token: the value at the previous token."""
         return x_BTD + self.share.to(x_BTD.dtype) * (before_BTD - x_BTD)
 
 
 class LeakyMemory(nn.Module):
-    """Decaying memory of every channel: S_t = d ⊙ S_{t−1} + u_t with learned d = sigmoid(w), read out as √(1−d²) ⊙ S_t.
+    """Decaying memory of every channel: S_t = d ⊙ S_{t−1} + u_t with learned d = sigmoid(w); the output is √(1−d²) ⊙ S_t.
 
-    The readout of white noise u has the variance of u for any d.
+    For white noise u the output has the variance of u, whatever d is.
     """
 
     def __init__(self, width: int, longest: float) -> None:
@@ -63,9 +63,10 @@ class LeakyMemory(nn.Module):
     def forward(
         self, u_BTD: Tensor, keep_BT: Tensor | None = None, initial_BD: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The readout [B, T, D] of inputs u and the last state [B, D], in float32, or float64 for float64 inputs.
+        """Output √(1−d²) ⊙ S [B, T, D] for inputs u, and the last state S [B, D]; float32, or float64 for float64 inputs.
 
-        `keep_BT` is 0 where a document begins, else 1; `initial_BD` is the state before the first token, by default 0.
+        `keep_BT` is 0 where a document begins, else 1; None: each sequence is one document. `initial_BD` is the state before
+        the first token; None: 0.
         """
         logit_D = wide(self.decay_logit)
         states_BTD = scan(u_BTD, logit_D.sigmoid(), keep_BT, initial_BD)
@@ -75,10 +76,10 @@ class LeakyMemory(nn.Module):
 
 
 class SpikingLinear(nn.Module):
-    """Linear layer on ternary spikes: mean |x| · a ⊙ (W spike(x)) with a learned amplitude a; without spikes W x, same W."""
+    """Linear layer on ternary spikes: mean |x| · a ⊙ (W spike(x)), with spike(x) in {−1, 0, 1} and a learned amplitude a."""
 
     def __init__(self, inputs: int, outputs: int, spikes: bool) -> None:
-        """Build the layer; with `spikes` false it is a plain linear layer. The model draws W."""
+        """Build the layer; with `spikes` false it is the plain linear layer W x. The model initialises W."""
         super().__init__()
         self.spike = Spike(inputs) if spikes else None
         self.linear = nn.Linear(inputs, outputs, bias=False)

@@ -1,7 +1,7 @@
-"""Count the ternary multiplications of a Goose per token, from its shape.
+"""Count the ternary, dense and elementwise multiplications of a Goose per token, from its config.
 
-A product with an operand in {−1, 0, 1} needs no multiplication: an addition, a subtraction or nothing. The counts are what
-hardware for ternary operands could save; PyTorch's matrix products on a GPU or CPU do not.
+A product with an operand in {−1, 0, 1} needs no multiplication: an addition, a subtraction or nothing. Hardware for ternary
+operands could save these multiplications; PyTorch's matrix products on a GPU or CPU do not.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from gramian.models.goose.goose import GooseConfig
 
 @dataclass(frozen=True)
 class Operations:
-    """Number of multiply-adds in the forward pass of one token, by kind."""
+    """Number of multiply-adds in the forward pass of one token, by operand type; can be added and multiplied by a count."""
 
     ternary: int
     """Multiply-adds in matrix products with a ternary operand."""
@@ -22,7 +22,7 @@ class Operations:
 
     @property
     def ternary_share(self) -> float:
-        """Fraction of ternary multiply-adds in matrix products."""
+        """Fraction of the multiply-adds in matrix products that have a ternary operand."""
         return self.ternary / (self.ternary + self.dense)
 
     def __add__(self, other: "Operations") -> "Operations":
@@ -33,7 +33,7 @@ class Operations:
 
 
 def layer_operations(config: GooseConfig) -> Operations:
-    """Operations of one block per token: four D×D and two D×F matrices (D width, F width of the MLP), and elementwise ones."""
+    """Operations of one block per token: four D×D and two D×F matrix products (D width, F MLP width), and elementwise ones."""
     D, F = config.width, config.ffn * config.width
     matrices = 4 * D * D + 2 * D * F
     # Four mixes, k ⊙ v, d ⊙ S, the scale of the readout, the gate, the square; with spikes also

@@ -1,4 +1,4 @@
-"""Generate text with a Goose, whose state has the same size for any length of the text."""
+"""Generate text with a Goose, whose recurrent state has the same size for any length of the text."""
 
 from torch import Tensor
 
@@ -6,16 +6,20 @@ from gramian.models.goose.goose import Goose, State
 from gramian.models.token_sampling import sample_tokens
 
 PIECE = 256
-"""Number of tokens of the prompt that are read in parallel."""
+"""Number of tokens of the prompt that are processed in one forward pass."""
 
 
 def generate(model: Goose, prompt_T: Tensor, length: int, temperature: float = 1.0, seed: int = 0) -> Tensor:
-    """Sample a continuation of token ids [T], one step per token; arguments as for `generate_text_tokens`.
+    """Sample `length` tokens after a prompt of token ids [T]; returns prompt and continuation, [T + length].
 
-    Apart from the ids, memory does not depend on the length.
+    Each token takes one recurrent step; memory, apart from the ids, does not depend on the length. `temperature` > 0 divides
+    the logits; the same `seed` gives the same tokens.
 
     Example:
         >>> generate(model, torch.tensor([1, 2, 3]), length=20, temperature=0.8)
+
+    Raises:
+        GramianError: for an empty prompt, a negative length, or a temperature that is not above 0.
     """
     state: State | None = None
     read = 0

@@ -1,15 +1,15 @@
 r"""The recurrence S_t = d ⊙ S_{t−1} + u_t, computed in parallel over tokens and without division.
 
-Time is cut into chunks of C tokens. Inside a chunk every token is added with its decay, d^(t−s) u_s for s ≤ t; the state that a
-chunk inherits from the previous ones is
+Time is cut into chunks of C tokens. First each chunk is computed as if its initial state were 0, giving the local states
+Σ_{s ≤ t} d^(t−s) u_s over its own tokens s. carry_n, the true state before chunk n, and the true state of its token j are then
 
-    carry_n = d^C ⊙ carry_{n−1} + (last state of chunk n−1 alone),      S_t = (state in the chunk alone) + d^(j+1) ⊙ carry,
+    carry_n = d^C ⊙ carry_{n−1} + (last local state of chunk n−1),      S_t = (local state) + d^(j+1) ⊙ carry_n.
 
-the same recurrence over T/C tokens with the decay d^C, solved by recursion. Every factor is a power of d ≤ 1: nothing
-overflows and there is no division by an underflowed number, so decays of exactly 0 and 1 are valid.
+The carries follow the same recurrence, over T/C chunks with the decay d^C, and are computed by recursion. Every factor is a
+power of d ≤ 1: nothing overflows and there is no division by an underflowed number, so decays of exactly 0 and 1 are valid.
 
-Backward: λ_t = g_t + d ⊙ λ_{t+1} is the same recurrence from the other end; ∂L/∂u = λ, ∂L/∂d = Σ_t λ_t ⊙ S_{t−1},
-∂L/∂S_0 = d ⊙ λ_1. It needs only S.
+Backward, for the gradient g of S: λ_t = g_t + d ⊙ λ_{t+1} is the same recurrence in reverse; ∂L/∂u = λ,
+∂L/∂d = Σ_t λ_t ⊙ S_{t−1}, ∂L/∂S_0 = d ⊙ λ_1. Only S is saved for it.
 
 Cost: about 2·B·T·D multiply-adds and 8 reads or writes of B·T·D numbers for C = 16, in C·log_C(T) launches; memory a few
 times B·T·D. Forward and backward alike.
@@ -27,7 +27,7 @@ from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
 
 CHUNK = 16
-"""Tokens per chunk of `scan`, C: few kernel launches (C per level of recursion) against few levels of recursion."""
+"""Tokens per chunk of `scan`, C: a compromise between C kernel launches per level of recursion and log_C(T) levels."""
 
 
 def scan(
@@ -42,12 +42,15 @@ def scan(
     Args:
         input_BTD: inputs u.
         decay_D: decays d, from 0 to 1, both included.
-        keep_BT: k, 0 where a document begins and the state restarts, else 1; no gradient. Default: 1 everywhere.
-        initial_BD: state S_0 before the first token; default: 0.
-        chunk: tokens that are handled together, at least 2.
+        keep_BT: k, 0 where a document begins and the state restarts, else 1; no gradient. None: 1 everywhere.
+        initial_BD: state S_0 before the first token; None: 0.
+        chunk: number of tokens per chunk, at least 2; it does not change the result, apart from rounding.
 
     Returns:
         S [B, T, D]; S[:, -1] is the initial state of the next tokens.
+
+    Raises:
+        GramianError: if `chunk` is below 2.
     """
     if chunk < 2:
         raise GramianError(f"chunk: got {chunk}; expected an integer of at least 2")
@@ -65,7 +68,7 @@ def scan(
 def sequential_scan(
     input_BTD: Tensor, decay_D: Tensor, keep_BT: Tensor | None = None, initial_BD: Tensor | None = None
 ) -> Tensor:
-    """The states that `scan` computes, S_t = d ⊙ k_t S_{t−1} + u_t, token by token in plain autograd, as its reference."""
+    """The states S_t = d ⊙ k_t S_{t−1} + u_t, token by token in plain autograd: a reference for `scan`, same arguments."""
     state_BD = torch.zeros_like(input_BTD[:, 0]) if initial_BD is None else initial_BD
     states = []
     for t in range(input_BTD.shape[1]):
@@ -106,7 +109,7 @@ class _Scan(torch.autograd.Function):
 
 
 def _states(u_BTD: Tensor, a_BTD: Tensor, state_BD: Tensor, chunk: int) -> Tensor:
-    """All states of S_t = a_t ⊙ S_{t−1} + u_t from `state_BD`, chunk by chunk; `a_BTD` may have one row for all sequences."""
+    """All states of S_t = a_t ⊙ S_{t−1} + u_t from the initial `state_BD`, in chunks; `a_BTD` may be [1, T, D] for all B."""
     T = u_BTD.shape[1]
     if chunk >= T:
         states = []

@@ -1,11 +1,11 @@
-r"""Ternary spikes: the operand of a matrix product is −1, 0 or 1.
+r"""Ternary spikes: activations x are rounded to −1, 0 or 1 before a matrix product.
 
-For a token x with C channels and the size m = mean_c |x_c| of that token alone,
+For a token x with C channels and its size m = mean_c |x_c|, the threshold θ and the spike s of channel c are
 
-    θ_c = max(α_c · m, 1e-3),        s_c = 1[x_c > θ_c] − 1[x_c < −θ_c].
+    θ_c = max(α_c · m, 1e-3),        s_c = 1[x_c > θ_c] − 1[x_c < −θ_c],
 
-A mean over time or over the batch would make a token depend on later tokens or on other sequences. The gradient of s is that of
-the ramp through both its steps, s̃_c = clamp(x_c / 2θ_c, −1, 1), with m constant:
+with a learned α per channel. The mean is over one token, since a mean over time or over the batch would make a token depend on
+later tokens or on other sequences. The gradient of the ramp s̃_c = clamp(x_c / 2θ_c, −1, 1) is used for s, with m constant:
 
     ∂s_c/∂x_c = 1[|x_c| < 2θ_c] / 2θ_c,        ∂s_c/∂ log α_c = −1[|x_c| < 2θ_c] x_c / 2θ_c.
 
@@ -13,8 +13,8 @@ The following matrix product is multiplied by the size, one number per token, an
 y = m · a ⊙ (W s). So the operands of W are exactly −1, 0 and 1, y has the scale of W x, and the gradient at x is scaled by m
 and a. The gradient of m is the ordinary one.
 
-α and a start at the best ternary approximation m·a·s of a normal variable (Lloyd–Max): 0.6120 and 1.2240 standard deviations;
-54 % of channels fire then, and 19 % of the variance is lost.
+α and a start at the values for which m·a·s best approximates a normal variable (Lloyd–Max): a threshold of 0.6120 and an
+amplitude of 1.2240 standard deviations. Then 54 % of channels fire (spike is not 0), and 19 % of the variance is lost.
 
 Legend: B sequences, T tokens, C channels.
 """
@@ -29,23 +29,23 @@ from gramian.linalg.wide import wide
 
 START_ALPHA = 0.6120 * math.sqrt(math.pi / 2)
 START_AMPLITUDE = 1.2240 * math.sqrt(math.pi / 2)
-"""Initial threshold and amplitude, both in units of mean |x|, which is √(2/π) standard deviations of a normal variable."""
+"""Initial amplitude a (`START_ALPHA`: initial threshold α) in units of mean |x|, √(2/π) standard deviations of a normal x."""
 FLOOR = 1e-3
-"""Smallest threshold θ: a token of zeros does not fire, and its gradient is bounded."""
+"""Smallest threshold θ of a spike, so that a token of zeros gives no spikes and has a bounded gradient."""
 
 
 class Spike(nn.Module):
     """Map x [..., C] to spikes in {−1, 0, 1}: sign(x) where |x| > α · mean |x|, with a learned α per channel, else 0."""
 
     def __init__(self, channels: int) -> None:
-        """Build the layer for `channels` channels, with initial thresholds."""
+        """Build the layer for `channels` channels; thresholds start at their initial values."""
         super().__init__()
         self.log_alpha = nn.Parameter(torch.empty(channels))
         self.reset()
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Set every threshold to the best one for a normal variable (0.612 standard deviations)."""
+        """Set every threshold to the best one for normally distributed x (0.612 standard deviations)."""
         self.log_alpha.fill_(math.log(START_ALPHA))
 
     def forward(self, x_BTC: Tensor, size_BT1: Tensor) -> Tensor:
@@ -58,14 +58,14 @@ class Amplitude(nn.Module):
     """Multiply the output z of the linear layer after the spikes by one learned factor per channel: y = a ⊙ z."""
 
     def __init__(self, channels: int) -> None:
-        """Build the layer for `channels` channels, with initial amplitudes."""
+        """Build the layer for `channels` channels; amplitudes start at their initial values."""
         super().__init__()
         self.amplitude = nn.Parameter(torch.empty(channels))
         self.reset()
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Set every amplitude to the best one for a normal variable (1.224 standard deviations)."""
+        """Set every amplitude to the best one for normally distributed x (1.224 standard deviations)."""
         self.amplitude.fill_(START_AMPLITUDE)
 
     def forward(self, z_BTC: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class Amplitude(nn.Module):
 
 
 class _Ternary(torch.autograd.Function):
-    """Autograd function of the spikes, which saves x and mean |x|; autograd through the ramp would save four tensors like x."""
+    """Autograd function of the spikes; saves x and mean |x|, where autograd through the ramp would save four tensors like x."""
 
     generate_vmap_rule = True
 

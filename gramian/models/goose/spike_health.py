@@ -1,7 +1,8 @@
-"""Health of Goose's spikes: firing rates, dead and saturated channels, and entropy, per layer and site.
+"""Statistics of a Goose's spikes (ternary activations): firing rates, dead and saturated channels, and entropy, per matrix.
 
-Forward hooks count the spikes while a recorder is open. Every site counts its own tokens, so a segment that activation
-checkpointing recomputes, and that is counted twice, does not change a rate.
+A site is one matrix of one block, with the spikes that are its input. A channel fires if its spike is not 0. Forward hooks
+count spikes and tokens of every site, so a segment that activation checkpointing recomputes counts twice without changing a
+rate.
 
 Legend: N tokens, C channels of a site.
 """
@@ -30,7 +31,7 @@ MAX_ENTROPY = math.log2(3)
 
 @dataclass(frozen=True)
 class SiteHealth:
-    """Statistics of the spikes in front of one matrix."""
+    """Statistics of the spikes (ternary activations) that are the input of one matrix."""
 
     layer: int
     """Index of the block, from 1."""
@@ -39,18 +40,18 @@ class SiteHealth:
     tokens: int
     channels: int
     firing: float
-    """Fraction of spikes that are not 0."""
+    """Fraction of spikes that are not 0, over tokens and channels."""
     dead: float
     """Fraction of channels that fire on less than 0.1 % of tokens."""
     saturated: float
     """Fraction of channels that fire on more than 99.9 % of tokens."""
     entropy: float
-    """Entropy of a channel's spike over tokens in bits, mean over channels; at most log2 3 = 1.585."""
+    """Entropy in bits of a channel's distribution over −1, 0 and 1, mean over channels; at most log2 3 = 1.585."""
 
 
 @dataclass(frozen=True)
 class SpikeHealth:
-    """Statistics of the spikes in front of every matrix (site) of a model, in the order of the forward pass."""
+    """Statistics of the spikes that are the input of every matrix (site) of a model, block by block."""
 
     sites: tuple[SiteHealth, ...]
 
@@ -71,11 +72,14 @@ class SpikeHealth:
 
     @property
     def entropy(self) -> float:
-        """Entropy of a channel's spike over tokens in bits, mean over all channels of the model."""
+        """Entropy in bits of a channel's distribution over −1, 0 and 1, mean over all channels of the model."""
         return self._mean("entropy")
 
     def events(self, dead: float = 0.05, saturated: float = 0.10) -> list[str]:
-        """One line, with a hint, per site whose fraction of dead or of saturated channels is above the given bound."""
+        """One warning, with a hint, for every site (matrix) whose fraction of dead or of saturated channels exceeds the bound.
+
+        `dead`, `saturated`: the bounds, as fractions of a site's channels.
+        """
         events = []
         for s in self.sites:
             where = f"layer {s.layer} {s.site}"
@@ -92,7 +96,7 @@ class SpikeHealth:
         return events
 
     def table(self) -> str:
-        """The statistics as a plain-text table with one row per site."""
+        """The statistics as a plain-text table with one row per site (matrix of a block)."""
         header = f"layer  site         firing    dead  saturated  entropy of {MAX_ENTROPY:.3f} bit"
         rows = (
             f"{s.layer:>5}  {s.site:<10}  {s.firing:>7.1%}  {s.dead:>6.1%}  {s.saturated:>9.1%}  {s.entropy:.3f}"
@@ -106,23 +110,26 @@ class SpikeHealth:
 
 
 class SpikeRecorder:
-    """Counts the spikes of every channel on the model's device; only `health` waits for the device."""
+    """Counts positive spikes, negative spikes and tokens of every channel on the model's device; only `health` waits."""
 
     def __init__(self, spikes: Mapping[tuple[int, str], Spike]) -> None:
-        """Start with counts of zero for the spike modules {(layer, site): module}."""
+        """Start with counts of zero for the spike modules {(block number, name of the matrix): module}."""
         self._counts = {
             place: torch.zeros(3, spike.log_alpha.shape[0], dtype=torch.int64, device=spike.log_alpha.device)
             for place, spike in spikes.items()
         }
 
     def add(self, place: tuple[int, str], spikes: Tensor) -> None:
-        """Add spikes [..., C] to the counts of a site, `place` = (layer, site)."""
+        """Add spikes [..., C] to the counts of the matrix `place` = (block number, name of the matrix)."""
         spikes_NC = spikes.detach().flatten(0, -2)
         positive_C, negative_C = (spikes_NC > 0).sum(dim=0), (spikes_NC < 0).sum(dim=0)
         self._counts[place] += torch.stack([positive_C, negative_C, torch.full_like(positive_C, len(spikes_NC))])
 
     def each(self, change: Callable[[Tensor], Any]) -> None:
-        """Call `change` on the counts [3, C] of every site, which it changes in place, such as by a sum over processes."""
+        """Call `change` on the counts [3, C] of every matrix; it may change them in place, such as by a sum over processes.
+
+        The three rows are the numbers of positive spikes, of negative spikes and of tokens.
+        """
         for counts_3C in self._counts.values():
             change(counts_3C)
 
@@ -130,7 +137,7 @@ class SpikeRecorder:
         """Statistics of all spikes counted so far. Waits for the device.
 
         Raises:
-            GramianError: if there was no forward pass, or a compiled one, which does not call hooks.
+            GramianError: if nothing was counted: no forward pass, or only compiled ones, which do not call hooks.
         """
         counts = {place: found.cpu().double() for place, found in self._counts.items()}
         if any(not found_3C[2].all() for found_3C in counts.values()):
@@ -140,7 +147,7 @@ class SpikeRecorder:
 
 @contextmanager
 def record_spikes(model: Goose) -> Iterator[SpikeRecorder]:
-    """Context: count the spikes of every forward pass that is not compiled. Cost: one read of each spike tensor.
+    """Context manager that counts the spikes of every forward pass that is not compiled. Cost: one read of each spike tensor.
 
     Example:
         >>> with record_spikes(model) as recorder:
@@ -148,7 +155,7 @@ def record_spikes(model: Goose) -> Iterator[SpikeRecorder]:
         >>> print(recorder.health().table())
 
     Raises:
-        GramianError: for a dense twin, which has no spikes.
+        GramianError: for a model with `spikes=False`, which has no spikes.
     """
     spikes = spikes_of(model)
     if not spikes:
@@ -167,7 +174,11 @@ def record_spikes(model: Goose) -> Iterator[SpikeRecorder]:
 
 
 def measure_spikes(model: Goose, batches: Iterable[Tensor]) -> SpikeHealth:
-    """Statistics of a model's spikes on batches of token ids [B, T], in evaluation mode. Cost: one forward pass per batch."""
+    """Statistics of a model's spikes on batches of token ids [B, T], in evaluation mode. Cost: one forward pass per batch.
+
+    Raises:
+        GramianError: for a model with `spikes=False`, or no batches.
+    """
     with evaluation_mode(model), record_spikes(model) as recorder:
         for tokens_BT in batches:
             model.hidden(tokens_BT)  # the call of the module may be compiled
@@ -175,7 +186,7 @@ def measure_spikes(model: Goose, batches: Iterable[Tensor]) -> SpikeHealth:
 
 
 def spikes_of(model: nn.Module) -> dict[tuple[int, str], Spike]:
-    """{(layer, site): spike module} of a Goose: layers count from 1, the site is the name of the matrix behind the spikes."""
+    """{(block number from 1, name of the matrix): its spike module} of a Goose; {} for one with `spikes=False`."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, Spike):

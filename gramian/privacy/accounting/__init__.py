@@ -1,1 +1,1 @@
-"""Privacy accounting: ε of a history of releases, and the ledger that records it."""
+"""Privacy accounting: ε of a history of releases (noised sums), and the ledger that records them."""

@@ -1,12 +1,13 @@
 """How much privacy was spent: a history of steps, and its ε through Opacus' accountants.
 
-Opacus' numbers are for normal noise, gramian's is bounded: ε is computed at the δ that is left after the share of the tails.
+Opacus assumes normal noise, and gramian's noise is bounded. So a part of δ is set aside for the missing tails, and ε is
+computed at the δ that is left.
 
-The steps are not counted here: `ReleaseCounter.spent`, the number of releases begun, is passed in, so a replay counts once
-and
-nothing is refunded.
+The steps are not counted here: `ReleaseCounter.spent`, the number of releases (noised sums) begun, is passed in, so a replay
+counts once and nothing is refunded.
 """
 
+import importlib.util
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -22,13 +23,14 @@ PRV_LIMIT = 200.0
 """If ε by "rdp" exceeds this, "prv" is not evaluated: its grid grows with ε, to minutes and then to all memory."""
 
 PRV_LEAST_DELTA, PRV_LEAST_DELTA_OF_A_STEP = 1e-11, 1e-14
-"""Smallest δ for which "prv" is evaluated, at all and per step: below it, float64 rounding spoils its Fourier transforms."""
+"""Smallest δ for which "prv" is evaluated: the larger of the first and of the second times the steps; below it, float64
+rounding spoils its Fourier transforms."""
 
 PRV_SEARCH_LIMIT = 50.0
-"""Largest target ε of a search for σ with "prv": its bisection evaluates several times the target."""
+"""Largest target ε of a search for σ with "prv": the bisection also evaluates ε several times as large as the target."""
 
 MOST_NOISE, TOLERANCE = 1e6, 0.01
-"""Largest σ that a search for the noise multiplier tries, and how far below its target the ε found may lie."""
+"""Largest σ that a search for the noise multiplier tries; largest difference by which the ε found may lie below its target."""
 
 History = tuple[tuple[float, float, int], ...]
 """Runs of equal steps, in order: (noise multiplier, sample rate, steps) each."""
@@ -37,14 +39,19 @@ History = tuple[tuple[float, float, int], ...]
 class Accounting:
     """Steps of a private run, grouped in runs of equal (noise multiplier, sample rate), and their ε.
 
-    "prv" (numerical composition) is an upper bound that is tight to 0.01 in ε; "rdp" is an upper bound that is looser; "gdp"
-    rests on a central limit theorem, can lie below the truth and is for comparison only: `approximate` is then True, with a
-    warning. Where the bound of "rdp" exceeds 200, "prv" returns it instead of its own, with a warning. All are for the
-    Poisson-subsampled Gaussian mechanism under add/remove of one record.
+    The mechanism "prv" (numerical composition) is an upper bound that is tight to 0.01 in ε; "rdp" is a looser upper bound;
+    "gdp" rests on a central limit theorem, can lie below the truth and is for comparison only: `approximate` is then True, with
+    a warning. Where the bound of "rdp" exceeds 200, "prv" returns it instead of its own, with a warning. All are for the
+    Poisson-subsampled Gaussian mechanism under add/remove of one record. Another mechanism raises a `GramianError`, as does a
+    machine without Opacus.
     """
 
     def __init__(self, mechanism: str = "prv") -> None:
         _check_mechanism(mechanism)
+        if importlib.util.find_spec("opacus") is None:  # said before a step is made, not after
+            raise GramianError(
+                "accountant: opacus, which computes epsilon, is not here; expected gramian[privacy] installed"
+            )
         self.mechanism = mechanism
         self._history: list[tuple[float, float, int]] = []
         if self.approximate:
@@ -69,10 +76,13 @@ class Accounting:
         return sum(steps for _, _, steps in self._history)
 
     def record(self, noise_multiplier: float, sample_rate: float) -> None:
-        """Set σ (0: no privacy) and sample rate, in (0, 1], of the steps that follow.
+        """Set the noise multiplier σ (0: no privacy) and sample rate, in (0, 1], of the steps that follow.
 
         After a resume call `set_steps` with the counter's `spent` first: releases begun after the checkpoint had the old
         values.
+
+        Raises:
+            GramianError: for values out of range.
         """
         _check_kind(noise_multiplier, sample_rate)
         kind = (float(noise_multiplier), float(sample_rate))
@@ -82,7 +92,11 @@ class Accounting:
             self._history.append((*kind, 0))
 
     def set_steps(self, spent: int) -> None:
-        """Set the number of steps to `spent`, if it is larger; new steps have the σ and sample rate recorded last."""
+        """Set the number of steps to `spent`, if it is larger; new steps have the σ and sample rate recorded last.
+
+        Raises:
+            GramianError: if there are new steps and no σ and sample rate were recorded.
+        """
         new = spent - self.steps
         if new <= 0:
             return
@@ -94,16 +108,22 @@ class Accounting:
         self._history[-1] = (noise_multiplier, sample_rate, steps + new)
 
     def epsilon(self, delta: float, steps: int | None = None) -> float:
-        """ε of the first `steps` steps, or of all, at δ in (0, 1).
+        """ε at δ in (0, 1) of the first `steps` steps; None: of all steps.
 
         It is 0 without steps, and infinite if a step had no noise, or too little for its tails to fit into δ. Cost: up to
-        seconds for "prv" (an FFT of some 10⁶ points per kind); results are cached.
+        seconds for "prv" (an FFT of some 10⁶ points for each run of equal steps); results are cached.
+
+        Raises:
+            GramianError: for a δ out of range, or if the mechanism has no answer for it.
         """
         history = self.history if steps is None else _first(self.history, steps)
         return _epsilon(self.mechanism, history, _check_delta("delta", delta))
 
     def catch_up(self, about: Any) -> None:
-        """Take over the history in `about`, the `state_dict` of a counter file, if it has as many steps; None: do nothing."""
+        """Replace the history by that of `about`, a `state_dict` from a counter file, unless it has fewer steps.
+
+        `about` None: do nothing.
+        """
         if about is None:
             return
         later = Accounting(self.mechanism) if not self.approximate else object.__new__(Accounting)
@@ -117,7 +137,11 @@ class Accounting:
         return {"mechanism": self.mechanism, "history": [list(run) for run in self._history]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the history by that of a state. The mechanism stays: any accountant can read a history."""
+        """Replace the history by that of a state. The mechanism stays: any accountant can read a history.
+
+        Raises:
+            GramianError: if the state has no valid history.
+        """
         history = state.get("history") if isinstance(state, Mapping) else None
         if not isinstance(history, list | tuple) or not all(map(_is_run, history)):
             raise GramianError(
@@ -141,6 +165,9 @@ def find_noise_multiplier(
 
     A target of hundreds may lie above the ε of the smallest σ whose tails fit into δ; the result is then that σ. Cost: some 10
     to 20 evaluations of ε.
+
+    Raises:
+        GramianError: for an argument out of range, or if the mechanism reaches the target with no σ up to 10⁶.
     """
     _check_mechanism(mechanism)
     _check_delta("target_delta", target_delta)
@@ -177,7 +204,10 @@ def find_noise_multiplier(
 
 
 def _check_resolved(field: str, delta: float, left: float, steps: int) -> None:
-    """Raise a `GramianError` if δ is too small for PRV's Fourier transforms, whose ε would be rounding errors."""
+    """Raise a `GramianError` if δ is too small for PRV's Fourier transforms, whose ε would be rounding errors.
+
+    `delta` is the user's δ under the name `field`; `left` what remains of it after the tails of the noise, which is compared.
+    """
     least = max(PRV_LEAST_DELTA, PRV_LEAST_DELTA_OF_A_STEP * steps)
     if left < least:
         tails = f", and the noise's tails take {delta - left:.0e}" if left < delta else ""
@@ -188,13 +218,12 @@ def _check_resolved(field: str, delta: float, left: float, steps: int) -> None:
 
 
 def _left_for_normal_noise(history: History, delta: float) -> float:
-    """The δ' at which the ε of normal noise holds, at δ, for the noise that is drawn: δ = δ'/z + Σ_steps min(1, 2q)·δ₀(σ).
+    """The δ' at which the ε of normal noise equals, at δ, that of the bounded noise: δ = δ'/z + Σ_steps min(1, 2q)·δ₀(σ).
 
-    A record takes part with probability q, and δ₀ is what that costs (`tail_delta`) if the larger data set is the one that
-    is observed. If it is the smaller one, its noise may lie where the larger one's cannot: probability δ₀ in every step, and
-    the ratio there is 1/(1 - q) at most, so that the excess is below min(1, q/(1 - q))·δ₀ ≤ 2q·δ₀. z = (1 -
-    2⁻⁶⁴)^(pairs·steps)
-    is the mass that all densities inside the bound are divided by.
+    A record takes part in a step with probability q, and δ₀ is what that costs (`tail_delta`) if the data set with the record
+    is observed. If the data set without it is observed, its noise may lie where that of the other cannot: this has probability
+    δ₀ in every step, and the ratio there is 1/(1 - q) at most, so that the excess is below min(1, q/(1 - q))·δ₀ ≤ 2q·δ₀. All
+    densities inside the bound are divided by their mass z = (1 - 2⁻⁶⁴)^(pairs·steps).
     """
     tails = sum(min(1.0, 2 * rate) * steps * tail_delta(sigma) for sigma, rate, steps in history)
     return (delta - tails) * (1 - sum(steps for _, _, steps in history) * (MOST_ELEMENTS / 2) * TAIL_MASS)
@@ -249,10 +278,13 @@ def _epsilon(mechanism: str, history: History, delta: float) -> float:
 
 
 def _through_opacus(mechanism: str, what: str, instead: str, compute: Callable[[], float]) -> float:
-    """The number that `compute()` gets from Opacus; a `GramianError` of one line if it cannot compute `what`.
+    """The number that `compute()` gets from Opacus, without its warnings.
 
-    Its warnings are dropped: those of the import concern other parts of it, that of the RDP orders says that the bound could
-    be tighter, and that of GDP is given once, by `Accounting`.
+    The warnings of the import concern other parts of Opacus, that of the RDP orders says that the bound could be tighter, and
+    that of GDP is given once, by `Accounting`.
+
+    Raises:
+        GramianError: if Opacus is missing, fails, or returns no finite number; in one line that names `what` and `instead`.
     """
     try:
         with warnings.catch_warnings():

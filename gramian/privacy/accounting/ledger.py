@@ -1,4 +1,4 @@
-"""The account of a private run: its key, the numbers of its releases, their ε, and the options they were made with."""
+"""The account of a private run: its key, the numbers of its releases (noised sums), their ε, and the options of the run."""
 
 import copy
 import os
@@ -21,10 +21,14 @@ SCHEMA = 1
 
 
 class Ledger:
-    """The account of one private run: key, release counter, history of steps. Every process has one; once open, all agree."""
+    """The account of one private run: secret key, release counter and history of steps.
+
+    Every process has one; after `open` all have the same content. A release is one noised sum. A replay repeats the releases
+    after a checkpoint bit for bit, under the same numbers and key.
+    """
 
     def __init__(self, accountant: str, *, insecure_reproducible: bool, seed: int | None) -> None:
-        """Draw the secret key. The arguments are those of `PrivacyEngine`."""
+        """Create an account without releases and draw its secret key. The arguments are those of `PrivacyEngine`."""
         self.accounting = Accounting(accountant)
         self.secrets = Secrets(insecure_reproducible=insecure_reproducible, seed=seed)
         self.counter = ReleaseCounter()
@@ -36,7 +40,7 @@ class Ledger:
         self._replayed_weights: list[int] | None = None  # weight digest of the state that is replayed
         self._checks_weights = False  # True from the load of a replay to its first release
         self.not_replayed: str | None = None
-        """Reason why the last `load_state_dict(…, replay=True)` did not replay; None: it did, or was not asked to."""
+        """Reason why the last `load_state_dict(…, replay=True)` did not replay; None: it did, or no replay was asked for."""
         self._parallel: ProcessGrid | None = None
         self._device = torch.device("cpu")
 
@@ -49,18 +53,18 @@ class Ledger:
         device: torch.device,
         weights: Callable[[], Tensor],
     ) -> None:
-        """Begin a run with these options on every process: check that they agree, and share the key and counter.
+        """Begin a run with these options on every process: check that they agree, and share the key and counter. Collective.
 
         Args:
             options: {name: value}, the same on every process, and in a replay the same as before.
-            data: fingerprint of the data set that batches are drawn from.
-            kind: noise multiplier and sample rate of the releases.
+            data: fingerprint (length, digest) of the data set that batches are drawn from; None: not known.
+            kind: (noise multiplier, sample rate) of the releases.
             parallel: the processes of the run.
             device: device of the parameters.
-            weights: computes `weight_digest` of the model.
+            weights: function that computes `weight_digest` of the model.
 
         Raises:
-            GramianError: naming the option that differs.
+            GramianError: naming the option that differs between processes, or from the state to replay; or in a forked process.
         """
         self.secrets.refuse_forks()
         self._parallel, self._device, self._weights = parallel, device, weights
@@ -80,7 +84,7 @@ class Ledger:
         self._parallel = None
 
     def end_replay(self) -> None:
-        """End a replay, if there is one: the next release gets a new number under a new key."""
+        """End a replay of earlier releases, if there is one: the next release gets a new number under a new key."""
         if self._replayed_options is not None:
             self.counter.move_on()
             self._renew_key()
@@ -89,7 +93,8 @@ class Ledger:
         """Count a new release (one noised sum) before it exists and return its number.
 
         Raises:
-            GramianError: in a forked process; and for the first of a replay, if the weights are not those of the state.
+            GramianError: in a forked process; for the first release of a replay, if the weights are not those of the state; or
+                if the counter's file cannot be written.
         """
         self.secrets.refuse_forks()
         if self._checks_weights and not self._same_weights():
@@ -102,7 +107,11 @@ class Ledger:
         return number
 
     def bind(self, path: "str | os.PathLike[str]", *, must_exist: bool) -> None:
-        """Store the number of releases begun in a file, which the first process writes; `must_exist` in a resumed run."""
+        """Store the number of releases begun in a file, which the first process writes; `must_exist` in a resumed run.
+
+        Raises:
+            GramianError: if the file is missing although it must exist, is damaged, or cannot be written.
+        """
         if not isinstance(path, str | os.PathLike):
             raise GramianError(f"path: expected that of the counter file, got {path!r}")
         parallel = self._parallel
@@ -118,7 +127,7 @@ class Ledger:
         self._count()
 
     def state_dict(self) -> dict[str, Any]:
-        """The complete account in one dict: history, counter, secret key, digests of options and weights."""
+        """The complete account in one dict: history, counter, secret key, noise version, digests of options and weights."""
         due = self._replayed_options if self._parallel is None else None
         weights = None if self._weights is None else self._weights()
         if due is not None:
@@ -134,10 +143,14 @@ class Ledger:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, replay: bool) -> None:
-        """Load an account; unless `replay`, the counter moves past every release begun, under a new key.
+        """Load an account; unless it is replayed, the next release has a number that was never begun, under a new key.
+
+        `replay`: the steps that follow repeat those after the state was saved. If the noise generator or the weights differ,
+        nothing is replayed, and `not_replayed` says why.
 
         Raises:
-            GramianError: if the state is not one of `state_dict`, or cannot be replayed; nothing has changed then.
+            GramianError: if the state is not one of `state_dict`, or its options are not those of the run to replay; nothing
+                has changed then.
         """
         _check_state(state)
         asked, replay = replay, replay and state.get("generator") == NORMALS_VERSION
@@ -181,7 +194,8 @@ class Ledger:
     def _end_replay_on_other_weights(self) -> None:
         """End a replay if the weights are not those of the state: their clipped sums would differ. Collective.
 
-        A process that has no digest of the state, or that of another rank's shards, does not object.
+        A process that loaded no state, or whose state has another rank's shards, does not object; a state without a digest ends
+        the replay.
         """
         assert self._parallel is not None
         self._checks_weights = bool(
@@ -213,7 +227,7 @@ class Ledger:
             )
 
     def _renew_key(self) -> None:
-        """Draw a new key after a resume that is no replay: the old one may have drawn noise in another copy of the run."""
+        """Draw a new key after a resume that is not a replay: another copy of the run may have drawn noise with the old one."""
         self.secrets.renew()
         self._replayed_options, self._replayed_weights, self._checks_weights, self._uncounted = None, None, False, True
         if self._parallel is None:  # else the options of `open` still hold
@@ -230,7 +244,11 @@ class Ledger:
         self._uncounted = False
 
     def _agree(self) -> None:
-        """Raise if processes differ in data set or options; else all take the first process's key and counter."""
+        """Check that all processes have the same data set and options; give all the first one's key and counter. Collective.
+
+        Raises:
+            GramianError: naming what differs.
+        """
         parallel = self._parallel
         if parallel is None or parallel.size == 1:
             return

@@ -1,6 +1,7 @@
-"""Refuse gradients that no noise would cover: of a trained parameter past its tap, and of parameters outside the engine.
+"""Refuse gradients without noise: those that bypass a trained parameter's tap, and those of parameters outside the engine.
 
-Both raise an error, on every step, before anything is added to `p.grad` of a trained parameter.
+A tap is the hook on a layer that reads its inputs and output gradients. Both checks raise an error, on every step, before
+anything is added to `p.grad` of a trained parameter.
 """
 
 import weakref
@@ -23,10 +24,10 @@ from gramian.taps.passes import accumulates
 
 
 class BypassDetector:
-    """Refuses gradients that reach a parameter (under FSDP2 its gathered tensor) without passing the layer's tap."""
+    """Refuses gradients that reach a parameter (under FSDP2 its gathered tensor) other than through its layer's tap (hook)."""
 
     def __init__(self, trained: Mapping[str, nn.Parameter], is_active: Callable[[], bool]) -> None:
-        """Hook every parameter in `trained`; `is_active` returns False while a proof runs the model untapped."""
+        """Hook every parameter in `trained`; nothing is refused while `is_active` returns False (a proof runs without taps)."""
         self._names, self._is_active = set(trained), is_active
         self._watched: dict[int, Tensor] = {}
         self._handles: list[RemovableHandle] = []
@@ -56,13 +57,13 @@ class BypassDetector:
 
 
 class OutsideParameters:
-    """Refuses other parameters that train on the same backward: a head behind the private module, a model in front of it.
+    """Refuses other parameters that train on the same backward: a head after the private module, a model in front of it.
 
-    The graph behind a plain `loss.backward()` is not visible. Candidates are therefore collected where they can be seen: behind
-    the inputs of the private module, behind the loss of `engine.backward`, and in every optimizer that takes a step while the
-    model is private. A backward that reaches the private model is refused if autograd is about to add to `.grad` of a
-    candidate. So a head with an optimizer of its own is refused at the second backward at the latest; one that is updated by
-    hand is not seen.
+    The graph behind a plain `loss.backward()` is not visible. Candidates are therefore collected where they can be seen: in the
+    graph of the private module's inputs, in the graph of the loss of `engine.backward`, and in every optimizer that takes a
+    step while the model is private. A backward that reaches the private model is refused if autograd is about to add to `.grad`
+    of a candidate. So a head with an optimizer of its own is refused at the second backward at the latest; a head that is
+    updated by hand is not seen.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class OutsideParameters:
                     self._behind[p] = True
 
     def refuse(self) -> None:
-        """Raise a `GramianError` if another parameter gets a gradient in the running backward of the private model."""
+        """Raise a `GramianError` if a parameter outside the engine gets a gradient in the running private backward."""
         stepped = [
             p for optimizer in self._other_optimizers for group in optimizer.param_groups for p in group["params"]
         ]

@@ -1,12 +1,12 @@
 """Detect changes of gradients and weights between a backward and the step that adds the noise.
 
-A write to `p.data` or `p.grad.data` moves no version counter, and a write that leaves all values moves it. So gradients are
+A write to `p.data` or `p.grad.data` does not increase the version counter, and a write of equal values does. So gradients are
 compared by value: a checksum of every element is taken when the backward returns, and again in the step. Weights are compared
-by version, which every write but one through `.data` moves, and by the checksum of the first SAMPLED elements of each
+by version, which every write except through `.data` increases, and by the checksum of the first SAMPLED elements of each
 parameter: an update by hand or by an optimizer changes all of a parameter, and a second checksum of all would double the cost.
 
-Cost: two reads of the gradients between backward and step, 8 bytes per float32 parameter and 4 per half-precision one, in
-a fixed number of launches; no wait for the device before the comparison is read.
+Cost: two reads of the gradients between backward and step, 8 bytes per float32 parameter and 4 per half-precision one, in a
+fixed number of launches; no wait for the device before the comparison is read.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,20 +18,20 @@ from gramian.kernels.checksums import checksums
 from gramian.parallel.data_parallel import local
 
 SAMPLED = 2**15
-"""Number of elements of each parameter whose values are compared between backward and step."""
+"""Number of elements at the beginning of each parameter whose values are compared between backward and step."""
 
 
 class ChangeDetector:
     """Checksums of gradients and weights at the end of a backward, to detect later changes.
 
-    Vectors are [N], one entry for each trained parameter, in their order.
+    Checksums and masks are vectors [N], with one entry for each trained parameter, in their order.
     """
 
     def __init__(self, trained: Mapping[str, nn.Parameter]) -> None:
         """Store the parameters; no checksum is taken before the first backward."""
         self._trained = dict(trained)
         self._gradients: Tensor | None = None
-        """Checksums of `p.grad` as the last backward left it."""
+        """Checksums of `p.grad` as the last backward left it; None: there was no backward since `clear`."""
         self._unscaled: Tensor | None = None
         """Checksums of the gradients as a GradScaler's `unscale_` would leave them."""
         self._changed: Tensor | None = None
@@ -39,7 +39,8 @@ class ChangeDetector:
         self._weights: Tensor | None = None
         self._versions: list[int] = []
         self._may_be_zero: dict[frozenset[str], Tensor] = {}
-        """{parameters for which zeros are a change: mask [N] of all others} of the last comparison, on the device."""
+        """{names of the parameters for which zeros are a change: mask [N] of all others, on the device}; of the last comparison
+        only."""
 
     @property
     def on(self) -> bool:
@@ -52,9 +53,10 @@ class ChangeDetector:
 
     @torch.no_grad()
     def take(self, inverse_scale: Tensor | None = None) -> None:
-        """Take checksums of the gradients that a backward left and, after the first one since `clear`, of the weights.
+        """Take checksums of the gradients that a backward left and, in the first call since `clear`, of the weights.
 
-        With `inverse_scale`, by which a GradScaler's `unscale_` multiplies, also those of unscaled copies.
+        `inverse_scale` is the factor by which a GradScaler's `unscale_` will multiply the gradients: checksums of unscaled
+        copies are taken as well. None: there is no scaler.
         """
         gradients = self._ordered_gradients()
         self._gradients = self._marked(checksums(gradients))
@@ -64,18 +66,22 @@ class ChangeDetector:
             self._weights, self._versions = self._weights_now(), self._versions_now()
 
     def _marked(self, now: Tensor) -> Tensor:
-        """The checksums `now`, made wrong for gradients that were changed before the last backward added to them."""
+        """The checksums `now`, changed for gradients that `carry` found changed, so that a later comparison finds them too."""
         return now if self._changed is None else now + self._changed
 
     def carry(self, never_zero: Collection[str]) -> None:
-        """Store which gradients were changed before another backward adds to them; does not wait for the device."""
+        """Store which gradients were changed before another backward adds to them; does not wait for the device.
+
+        `never_zero`: names of the parameters for which zeros are a change, too.
+        """
         self._changed = self.changed_gradients(never_zero)
 
     @torch.no_grad()
     def changed_gradients(self, never_zero: Collection[str], unscaled: bool = False) -> Tensor:
         """Mask, bool [N], of gradients that are neither what the last backward left, nor zeros or None.
 
-        For parameters in `never_zero` zeros are a change, too. `unscaled`: a GradScaler has divided the gradients since.
+        `never_zero`: names of the parameters for which zeros are a change, too. `unscaled`: a GradScaler has divided the
+        gradients since, so they are compared with the unscaled copies.
         """
         before = self._unscaled if unscaled and self._unscaled is not None else self._gradients
         assert before is not None
@@ -100,7 +106,7 @@ class ChangeDetector:
         return changed | torch.tensor([n in written for n in self._trained]).to(changed.device) if written else changed
 
     def _ordered_gradients(self) -> list[Tensor]:
-        """Local part of every gradient, in the order of the parameter's memory; empty where it is None."""
+        """This process's part of every gradient, in the memory order of the parameter; empty where `p.grad` is None."""
         return [
             local(p).new_empty(0) if p.grad is None else _in_order(local(p.grad), p) for p in self._trained.values()
         ]
@@ -114,7 +120,7 @@ class ChangeDetector:
 
 
 def _in_order(t: Tensor, p: nn.Parameter) -> Tensor:
-    """A tensor made contiguous in the memory order of parameter `p`; no copy where it is laid out so."""
+    """A tensor made contiguous in the memory order of parameter `p`; no copy if both are contiguous."""
     like = local(p)
     if t.is_contiguous() and like.is_contiguous():
         return t
@@ -123,7 +129,7 @@ def _in_order(t: Tensor, p: nn.Parameter) -> Tensor:
 
 
 def _unscaled(gradients: list[Tensor], inverse_scale: Tensor) -> list[Tensor]:
-    """Copies of the gradients, unscaled by a GradScaler's own operation, so that they are equal to the bit."""
+    """Copies of the gradients, unscaled by a GradScaler's own operation, so that they equal its result bit for bit."""
     copies = [gradient.clone() for gradient in gradients]
     for device, dtype in {(copy.device, copy.dtype) for copy in copies}:
         group = [copy for copy in copies if copy.device == device and copy.dtype == dtype]

@@ -1,4 +1,8 @@
-"""Prove that a loss does not mix the samples of a batch: the row proof, with the user's loss in place of random cotangents."""
+"""Prove that a loss does not mix the samples of a batch, by the row proof with the user's loss.
+
+The row proof checks that each row of a layer's tensors depends on its sample alone. Here the gradients come from the user's
+loss instead of random cotangents.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -17,27 +21,29 @@ from gramian.taps.proof.prover import Prover
 from gramian.taps.proof.sample_arguments import SampleArguments
 
 FEW = 32
-"""Below this many samples four random numberings of them are tried; one misses a loss that mixes few pairs in 1 of 3 cases."""
+"""Below this many samples the proof runs with four random numberings of the samples, which choose whom to replace; one
+numbering misses a loss that mixes few pairs in 1 of 3 cases."""
 SCALES = (1.0, 2.0**-8, 2.0**-16)
 """Factors of the loss, tried until its gradients are finite: a loss scale may be too large for the first batch."""
 
 
 def check_independence(hub: Hub, root: nn.Module, loss_fn: Callable[..., Tensor], batch: Any) -> None:
-    """Prove by runs with replaced samples that a loss depends on each sample through its own rows alone, or raise.
+    """Prove by runs with replaced samples that a loss depends on each sample through its own rows alone.
 
     The rows of samples that stay must not change, nor may one sample's gradient when it runs alone.
 
-    Cost: 2⌈log₂ B⌉ + 4 forwards and backwards of the loss, four times as many below 32 samples.
+    Cost: 2⌈log₂ B⌉ + 4 forwards and backwards of the loss for B samples, four times as many below 32 samples.
 
     Args:
-        hub: hub of the model.
+        hub: the object that installs the model's taps (hooks on its layers) and runs its proofs.
         root: the model.
-        loss_fn: the loss of a batch.
+        loss_fn: the loss of a batch; with one argument more than the batch has parts it gets the model first.
         batch: tensors with the samples on dim 0, in any structure.
 
     Raises:
-        GramianError: if rows of other samples change, or if all samples are equal, so that nothing can be shown; on every
-            process of a sharded model, if it is raised on one.
+        GramianError: if rows of samples that stay change; if nothing can be shown, because all samples are equal, there are
+            fewer than two, or none has a finite gradient. It is raised on every process of a sharded model if it is raised on
+            one.
     """
     if not callable(loss_fn):
         raise GramianError(f"loss_fn: expected a function of a batch, got {type(loss_fn).__name__}")
@@ -69,12 +75,16 @@ def check_independence(hub: Hub, root: nn.Module, loss_fn: Callable[..., Tensor]
 
 
 def numberings(rows: int) -> int:
-    """Number of random numberings of the samples that are tried for a batch of `rows`: 4 below FEW, else 1."""
+    """Number of random numberings of the samples with which a batch of `rows` is proven: 4 below FEW, else 1."""
     return 4 if rows < FEW else 1
 
 
 def _shows(prover: Prover) -> bool:
-    """Run one proof of the loss; False if no sample had a gradient, or one was not finite. GramianError if it fails."""
+    """Run one proof of the loss; False if no sample had a gradient, or one was not finite.
+
+    Raises:
+        GramianError: if the proof fails, if all samples are equal, or if the loss does not depend on the model.
+    """
     if prover.open:
         raise GramianError("batch: all its samples are equal; expected samples that differ")
     try:
@@ -87,7 +97,7 @@ def _shows(prover: Prover) -> bool:
 
 
 def _call(loss_fn: Callable[..., Tensor], model: nn.Module, batch: Any) -> Tensor:
-    """Call the loss on a batch; the model comes first if the function takes one argument more than the batch has parts."""
+    """Call the loss on a batch; the model comes first if the function needs one argument more than the batch has parts."""
     given = list(batch) if isinstance(batch, tuple | list) else [batch]
     try:
         takes = list(inspect.signature(loss_fn).parameters.values())

@@ -1,4 +1,4 @@
-"""Checks on a forward with one sample, where rows need no proof.
+"""Checks on a forward with one sample, where no proof is needed that rows belong to their samples.
 
 A first tensor of one row may be something else than a sample, and what the model stores of one sample must not reach the next.
 """
@@ -23,12 +23,13 @@ from gramian.taps.sites.site import first_tensor
 def refuse_ambiguous_batch(args: Any, kwargs: dict[str, Any], *, known: bool) -> None:
     """Refuse a first tensor of one row (a temperature [1], a prompt [1, D]) beside arguments with more rows.
 
-    It makes a batch of 1, so that all samples would be clipped as one.
+    The rows of the first tensor are the batch, so all samples would be clipped as one.
 
     Args:
         args: positional arguments of the model.
         kwargs: keyword arguments of the model.
-        known: True if the loader counts records, or larger batches were proven: a tensor of one row may then be one sample.
+        known: True if the loader counts records, or a row proof has passed: a tensor [1, …] of two axes or more may then be one
+            sample.
 
     Raises:
         GramianError: if another argument has more rows, and the first tensor may be something else than a sample.
@@ -48,12 +49,13 @@ def refuse_ambiguous_batch(args: Any, kwargs: dict[str, Any], *, known: bool) ->
 
 
 def carries_no_state(root: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Show that a model carries nothing of one sample into its next forward.
+    """Check that a model carries nothing of one sample into its next forward.
 
-    The model runs on the sample and on another one that is made of it, and on the sample again after each: four forwards.
+    The model runs on the sample, on the sample again, on another one made of it, and on the sample again: four forwards.
 
     Returns:
-        False if nothing could be shown, because all values of the sample are equal.
+        True if the check passed, or cannot be made (a model under FSDP2, or one that fails on the other sample); False if all
+        values of the sample are equal, so that nothing was shown.
 
     Raises:
         GramianError: naming a buffer or an attribute through which a sample reaches the next batch.
@@ -92,7 +94,7 @@ def carries_no_state(root: nn.Module, args: Any, kwargs: Any) -> bool:
 
 
 def _other(leaf: Any) -> Any:
-    """A different sample for a test: every value replaced by the median of `leaf`; `leaf` itself if that changes nothing."""
+    """Another sample: every value is the median of `leaf`; `leaf` itself if that changes nothing or it has no numbers."""
     if (
         not isinstance(leaf, Tensor)
         or not leaf.numel()

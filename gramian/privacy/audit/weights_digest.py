@@ -1,6 +1,7 @@
-"""A digest of what the next sum of a private run depends on: weights, buffers and the optimizer's state.
+"""A digest of what the next clipped sum of a private run depends on: weights, buffers and the optimizer's state.
 
-A replay after a resume draws the noise of a release again, so its sum must be the same: on other weights it would differ.
+A replay after a resume draws the noise of a release (noised sum) again, so the sum must be the same; with other weights it
+would differ, and the digest shows it.
 """
 
 import hashlib
@@ -17,7 +18,7 @@ from gramian.parallel.process_grid import ProcessGrid
 from gramian.taps.model.user_names import join, named_modules
 
 CHUNK = 2**22
-"""Number of elements that are digested at once: 32 MB of keys, and as much for the products."""
+"""Number of elements that are digested at once: 32 MB of multipliers, and as much for the products."""
 
 FIELDS = ("processes", "process", "digest")
 """Entries of a weight digest: number of processes, rank whose shards it covers (0 if all ranks have the same), 64-bit digest.
@@ -34,12 +35,10 @@ def weight_digest(
 ) -> Tensor:
     """Digest of the model's parameters and buffers and the optimizer's state: int64 [3], the `FIELDS`.
 
-    Σ_t Σ_j m_tj Σ_i k_i w_tji modulo 2⁶⁴, w the bits of element i of chunk j of tensor t. The odd multipliers k and m are
-    fixed
-    and known: the digest finds accidents, and can be forged. Under FSDP2 it covers this process's shards, so that no process
-    waits for another; it changes with the number of processes. The host does not wait for the device. Cost: three passes
-    over
-    the tensors, and 64 MB.
+    Σ_t (h_t + Σ_j m_tj Σ_i k_i w_tji) modulo 2⁶⁴, with w the bits of element i of chunk j of tensor t as an integer, and h a
+    hash of the tensor's name, dtype and shape. The odd multipliers k and m are fixed and known: the digest finds accidents, and
+    can be forged. Under FSDP2 it covers this process's shards, so that no process waits for another; it changes with the number
+    of processes. The host does not wait for the device. Cost: three passes over the tensors, and 64 MB.
 
     Args:
         root: its parameters and persistent buffers are included.
@@ -68,7 +67,7 @@ def weight_digest(
 def _tensors(
     root: nn.Module, optimizer: Optimizer, trained: Mapping[str, nn.Parameter]
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, this process's part) of all parameters, persistent buffers and optimizer state tensors, shared ones repeatedly."""
+    """(name, this process's part) of all parameters, persistent buffers and optimizer state tensors; shared ones repeatedly."""
     for name, module in named_modules(root):
         buffers = {key: t for key, t in module._buffers.items() if key not in module._non_persistent_buffers_set}
         for key, tensor in (*module._parameters.items(), *buffers.items()):
@@ -82,7 +81,7 @@ def _tensors(
 
 
 def _words(t: Tensor) -> Tensor:
-    """The bits of a tensor in row-major order, as a flat tensor of integers."""
+    """The bits of a tensor in row-major order, as a flat tensor of integers of the same width."""
     flat = t.contiguous().view(-1)
     flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])

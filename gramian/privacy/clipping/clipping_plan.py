@@ -1,8 +1,8 @@
 """Choose, for each parameter of a private step, how its per-sample norms and its clipped sum are computed.
 
 With B samples, T tokens per sample, inputs A and output gradients G, a weight of M×N and e bytes per element, a linear layer
-has three ways. All compute the same weight gradient (2·B·T·M·N FLOPs) as an ordinary step; their extra work, and the bytes
-stored until the clip factors are known:
+can be clipped in three ways. All compute the same weight gradient (2·B·T·M·N FLOPs) as an ordinary step. They differ in extra
+work, and in the bytes stored until the clip factors are known:
 
 | way | stores | extra work |
 |---|---|---|
@@ -10,10 +10,8 @@ stored until the clip factors are known:
 | direct | the same | 2·B·T·M·N FLOPs, and weighting |
 | keep | per-sample gradients: B·M·N·e | three passes over them |
 
-An ordinary step frees activations while the backward runs. The stored tensors take their place, so a step that stores as
-much
-as the activations did has the memory peak of an ordinary one. `plan_clipping` gives each parameter its fastest way and,
-while
+An ordinary step frees activations while the backward runs. The stored tensors take their place, so a step that stores as much
+as the activations did has the memory peak of an ordinary one. `plan_clipping` gives each parameter its fastest way and, while
 the sum exceeds the budget, changes the parameter that frees the most bytes for the least time. Times come from constants
 measured once (`MACHINES`), never from a clock, so that every run makes the same plan.
 """
@@ -29,19 +27,22 @@ from gramian.plan.budget import Budget
 from gramian.plan.plan_table import PlanTable
 
 Way = Literal["gram", "direct", "keep", "sum", "rows", "rank1", "parts"]
+"""How a parameter's norms and clipped sum are computed. From saved inputs and output gradients: "gram" (norms by Gram
+matrices), "direct" (norms by per-sample gradients that are not stored), "rank1" (one token per sample), "rows" (embedding
+tables), "parts" (convolutions, several uses). From saved per-sample gradients: "keep", and "sum" for biases and norm layers."""
 NormAlgorithm = Literal["auto", "gram", "direct"]
 TILE = 128
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Throughput of one kind of device in each kind of kernel, per second."""
+    """Throughput of a device by type of kernel, from which the time of a clipped step is predicted."""
 
     product: float
     """FLOPs per second of a library GEMM."""
     weighted: float
-    """FLOPs per second of the product that weights every sample in its accumulator; 0: there is none, and one operand is
-    scaled before the product."""
+    """FLOPs per second of the product that multiplies by the clip factors in its accumulator; 0: there is no such kernel, and
+    one operand is scaled before the product."""
     gram: float
     """FLOPs per second of the symmetric Gram kernel."""
     direct: float
@@ -55,26 +56,26 @@ MACHINES: dict[str, Machine] = {
     "cuda float": Machine(4.5e13, 0.0, 3.0e13, 3.0e13, 3.3e12),
     "cpu": Machine(1e11, 0.0, 5e10, 5e10, 1e10),
 }
-"""Throughputs by kind of device, measured on an H200 (`benchmarks/clip_kernels.py`); ratios on other GPUs are similar."""
+"""{device and precision: throughputs}, of a GPU measured on an H200 (`benchmarks/clip_kernels.py`), of a CPU estimated."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """One parameter of a step as the planner sees it: form, batch, tokens, shape and bytes, from which costs follow."""
+    """One parameter of a step as the planner sees it: form of its gradient, batch size, tokens per sample, shape, bytes."""
 
     parameter: str
     form: str
-    """"outer" (a matrix that multiplies every token), "sum" (biases, norms), "rows" (tables), "parts" (convolutions, several
-    uses of different forms), or "other"."""
+    """"outer" (a matrix that multiplies every token), "sum" (biases, norm layers), "rows" (embedding tables), "parts"
+    (convolutions, several uses of different forms), or "other"."""
     batch: int
     tokens: int
     shape: tuple[int, ...]
     itemsize: int
     """Bytes per element of a stored per-sample gradient."""
     held: int
-    """Bytes of the tensors (inputs, output gradients) that a later weighted sum reads."""
+    """Bytes of the tensors (inputs, output gradients) that are stored if the clipped sum is computed from them later."""
     scaled: int = 0
-    """Bytes of the narrower of the two operands of a product; 0 if there is none."""
+    """Bytes of the smaller operand of the weight gradient's product, which may be scaled by the clip factors; 0: no product."""
 
     @property
     def elements(self) -> int:
@@ -90,7 +91,7 @@ class Share:
 
 @dataclass(frozen=True)
 class ClippingRow:
-    """How one parameter is clipped (`way`), with the bytes stored and the extra time."""
+    """How one parameter is clipped (`way`, one of `Way`), with the bytes stored and the extra time."""
 
     parameter: str
     way: Way
@@ -109,11 +110,11 @@ class ClippingRow:
 
 
 def ways(share: Share, machine: Machine, algorithm: NormAlgorithm, storage: str) -> list[ClippingRow]:
-    """The possible ways to compute a parameter's norms and clipped sum, fastest first.
+    """The possible ways to compute a parameter's norms and clipped sum, each with its bytes and time, fastest first.
 
     Args:
-        share: the parameter's shapes.
-        machine: rates of the device.
+        share: shapes and bytes of the parameter.
+        machine: throughputs of the device.
         algorithm: "auto", or the norm algorithm forced on linear layers.
         storage: "auto", "bookkeeping" (store only what a weighted sum reads) or "keep" (store per-sample gradients).
     """
@@ -165,9 +166,9 @@ class ClippingPlan:
     budget: int | None
     """Bytes that a backward may store; None: no limit."""
     two_pass: bool
-    """True if nothing may be stored (asked for, or over budget): one backward for the norms, a second for the sums."""
+    """True if nothing may be stored (option, or over budget): one backward computes the norms, a second one the sums."""
     proof: str = ""
-    """One line of text on how the attribution of rows to samples was proven; may be empty."""
+    """One line of text on the row proof (the check that each row depends on its sample alone); may be empty."""
 
     @property
     def held(self) -> int:
@@ -175,11 +176,11 @@ class ClippingPlan:
         return 0 if self.two_pass else sum(row.held for row in self.rows)
 
     def __getitem__(self, parameter: str) -> ClippingRow:
-        """The row of the parameter of this name; KeyError if it has none."""
+        """The plan's line (`ClippingRow`) for the parameter of this name; KeyError if it has none."""
         return self._by_name[parameter]
 
     def get(self, parameter: str) -> ClippingRow | None:
-        """The row of the parameter of this name; None if it has none."""
+        """The plan's line (`ClippingRow`) for the parameter of this name; None if it has none."""
         return self._by_name.get(parameter)
 
     @cached_property
@@ -188,11 +189,15 @@ class ClippingPlan:
 
     def __str__(self) -> str:
         """The plan as a table: one line per parameter, and the totals."""
+        return str(self.table())
+
+    def table(self) -> PlanTable:
+        """The plan's lines, one per parameter, the totals, and the line on the row proof."""
         seconds = sum(row.seconds for row in self.rows)
         mode = "two passes, nothing held" if self.two_pass else f"held {format_bytes(self.held)}"
         total = ("total", "", "", mode, f"budget {Budget(self.budget)}", f"{seconds * 1e3:.3f} ms")
         columns = ("parameter", "shape", "tokens", "way", "held", "extra time")
-        return str(PlanTable(columns, [*self.rows, total], [self.proof] if self.proof else []))
+        return PlanTable(columns, [*self.rows, total], [self.proof] if self.proof else [])
 
 
 def plan_clipping(
@@ -202,14 +207,17 @@ def plan_clipping(
     algorithm: NormAlgorithm = "auto",
     storage: str = "auto",
 ) -> ClippingPlan:
-    """Choose for each parameter the fastest way such that all together fit into the budget; two passes if none do.
+    """Choose how each parameter is clipped: its fastest way, or one that stores less where all would exceed the budget.
+
+    While the sum of stored bytes exceeds the budget, the parameter that frees the most bytes per second of extra time changes.
+    If nothing is left to change, the plan has `two_pass` True.
 
     Args:
-        shares: every trained parameter.
-        machine: rates of the device.
+        shares: shapes and bytes of every trained parameter.
+        machine: throughputs of the device.
         budget: bytes that may be stored; None: no limit.
         algorithm: norm algorithm forced on linear layers, or "auto".
-        storage: "auto", "bookkeeping" or "keep".
+        storage: "auto", "bookkeeping" (store only what a weighted sum reads) or "keep" (store per-sample gradients).
     """
     options = [ways(share, machine, algorithm, storage) for share in shares]
     chosen = [open_ways[0] for open_ways in options]
@@ -232,8 +240,8 @@ def plan_clipping(
 def default_budget(shares: Iterable[Share]) -> int:
     """Default memory budget in bytes: every layer's inputs and output gradients, and one set of weights.
 
-    These replace the step's activations. Per-sample gradients that have to be formed (layers without a formula, biases) are
-    counted in addition.
+    These replace the step's activations. For layers without a formula and for biases, whose per-sample gradients have to be
+    formed, the bytes of these gradients count instead of inputs and output gradients.
     """
     written = {"other", "sum"}
     return sum(

@@ -1,8 +1,8 @@
 """Plan a backward from the shapes of its forward: how each parameter's norms and clipped sum will be computed.
 
-Every tapped layer reports its inputs and output as it runs. Its site is then asked, on meta tensors, which per-sample
-gradients
-it will have, and `plan_clipping` chooses by their shapes. A forward of the same shapes is planned once.
+Every tapped (hooked) layer reports its inputs and output as it runs. Its site (the gradient formulas for its type of layer) is
+then called on meta tensors, which gives the shapes of its per-sample gradients, and `plan_clipping` chooses by these. Forwards
+of the same shapes share one plan.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,11 @@ class ClippingPlanner:
     def __init__(
         self, trained: Mapping[str, nn.Parameter], storage: Storage, algorithm: NormAlgorithm, budget: int | None
     ) -> None:
-        """Plan for the parameters in `trained`; a `budget` of None allows as many bytes as the step's own activations take."""
+        """Plan for the parameters in `trained`; no forward has been seen.
+
+        `storage` and `algorithm` are the options `clipping` and `norm_algorithm` of `make_private`. A `budget` of None allows
+        about as many bytes as the step's own activations take.
+        """
         self._trained, self._storage, self._algorithm, self._budget = trained, storage, algorithm, budget
         self._plans: dict[Any, ClippingPlan] = {}
         self._uses: dict[int, list[Any]] = {}
@@ -57,7 +61,7 @@ class ClippingPlanner:
         self._uses.setdefault(self._number, []).append((tap, tuple((tuple(t.shape), t.dtype) for t in inputs), made))
 
     def newest(self) -> ClippingPlan | None:
-        """The plan for the last forward; None if its shapes are not known (compiled)."""
+        """The plan for the last forward; None if its shapes are not known (a compiled forward does not report them)."""
         return self._planned(self._number, self._batch)
 
     def take(self, number: int, batch: int) -> ClippingPlan | None:
@@ -67,7 +71,9 @@ class ClippingPlanner:
         return plan
 
     def choose(self, share: Share, saved_bytes: int | None) -> ClippingRow:
-        """Choose how a parameter without a plan is handled, after `saved_bytes` were stored; None: only norms are needed.
+        """Choose how a parameter without a plan is clipped, when its gradient is there.
+
+        `saved_bytes` is what the backward has stored so far; None: the backward only computes norms, and stores nothing.
 
         Raises:
             GramianError: if nothing fits into what is left of the budget.
@@ -137,7 +143,7 @@ class ClippingPlanner:
 
 
 def share_of(name: str, gradient: PerSampleGradient) -> Share:
-    """Describe a per-sample gradient to the planner, as a `Share`: its form, shapes and bytes."""
+    """The form, shapes and bytes of a per-sample gradient, as the `Share` from which a plan is made."""
     tensors = gradient.tensors()
     itemsize = gradient.dtype.itemsize
     held = sum(t.nbytes for t in tensors)
@@ -153,7 +159,7 @@ def share_of(name: str, gradient: PerSampleGradient) -> Share:
 
 
 def _joined(one: Share, other: Share) -> Share:
-    """The share of a parameter that is used twice, from those of both uses."""
+    """The share of a parameter with two uses in one forward, from the shares of both."""
     same = one.form == other.form
     if same and one.form == "outer":
         return replace(

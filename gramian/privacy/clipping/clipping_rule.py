@@ -1,16 +1,13 @@
 """Exact per-sample clipping as a gradient rule: Σ_i min(1, C/‖g_i‖) g_i from one ordinary backward.
 
-B samples, C the clip norm, c the clip factors. A "carried" gradient is what the backward brings: a sample's gradient divided
-by
-B for a mean loss, times the loss scale.
+g_i is the gradient of sample i's own loss, C the clip norm. The backward itself contains g_i times the loss scale, divided by
+the batch size B for a mean loss.
 
-Taps run every layer on detached weights, so autograd forms no weight gradient at all. Each parameter's records bring its
-norm
-as the backward passes it (`sample_norms`); the tensors that its weighted sum needs later (input and output gradient, or the
-per-sample gradients themselves) are saved. At the end of the backward all norms are known, and the clipped sums are formed
-parameter by parameter (`weighted_sums`), each freeing its saved tensors. With two passes nothing is saved: the first
-backward
-brings norms alone, the second forms the sums as it runs.
+Taps (hooks) run every layer on detached weights, so autograd forms no weight gradient at all. As the backward passes a
+parameter's layer, its per-sample norms are computed (`sample_norms`), and the tensors that its weighted sum needs later (input
+and output gradient, or the per-sample gradients themselves) are saved. At the end of the backward all norms are known, and the
+clipped sums are formed parameter by parameter (`weighted_sums`), each freeing its saved tensors. With two passes nothing is
+saved: the first backward computes norms alone, the second forms the sums as it runs.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,7 +33,7 @@ from gramian.taps.records import LayerRecord, ParameterRecord, PassInfo
 
 
 class Clipping:
-    """The gradient rule of private training: as a listener it computes norms and clipped sums from the taps' records."""
+    """The gradient rule of private training: it receives the taps' records and computes norms and clipped sums from them."""
 
     withholds = True
     per_sample = True
@@ -55,13 +52,15 @@ class Clipping:
         stopwatch: Stopwatch,
         proof: str | int,
     ) -> None:
-        """Create the rule for a hub's model; nothing is installed yet.
+        """Create the rule for the model of `hub`; nothing is installed yet.
 
-        The norm covers the parameters in `trained`; `receiver` gets their sums in this order.
+        Norms cover the parameters in `trained`; `receiver` gets their clipped sums in this order. `proof` is the option of
+        `make_private`.
         """
         self.proof = proof
         self.proof_is_due: Callable[[], bool] = lambda: False
-        """Function called before every forward: True if the row proof is to be repeated on this batch."""
+        """Function called before every forward; True: repeat the row proof (each row depends on its sample alone) on this
+        batch."""
         self.proof_failed: Callable[[], None] = lambda: None
         """Function called when a repeated row proof failed."""
         self._hub, self._trained, self._receiver = hub, dict(trained), receiver
@@ -73,9 +72,9 @@ class Clipping:
         self._guessed_right = True
         """False after a backward with an inaccurate norm: the next one starts no sum before its factors are confirmed."""
         self.on_begin: Callable[[int], None] = lambda rows: None
-        """Called with the number of rows of a backward before anything is summed; may raise."""
+        """Called with the number of samples of a backward before anything is summed; may raise."""
         self.on_done: Callable[[], None] = lambda: None
-        """Called when the clipped sums of a backward were all passed on."""
+        """Called when all clipped sums of a backward were passed to the receiver."""
         self.on_watch: Callable[[str, Tensor], None] = lambda name, tensor: None
         """Called with (name, tensor) for every tensor that a forward uses for a parameter."""
         self.plan: ClippingPlan | None = None
@@ -86,10 +85,11 @@ class Clipping:
         self._placeholders: set[int] = set()
         """Numbers of the passes whose batch has no samples, and which run on a row of zeros."""
         self._leaf = torch.autograd.graph.get_gradient_edge(hub.probe).node
-        """Autograd node of the probe: it runs in every `backward()`, and never in `torch.autograd.grad`."""
+        """Autograd node of the hub's probe, a leaf of every tapped forward: only `backward()` runs it, not
+        `torch.autograd.grad`."""
 
     def backward(self, loss: Tensor) -> None:
-        """Run `loss.backward()`; as two backwards if the plan says that nothing may be saved."""
+        """Run `loss.backward()`; as two backwards if the clipping plan says that nothing may be stored."""
         plan = self.planner.newest()
         self._allows_two_passes = True
         try:
@@ -113,11 +113,15 @@ class Clipping:
     # ---- listening -------------------------------------------------------------------------------------------------
 
     def foresee(self, tap: Any, kept: list[Tensor], output: Any) -> None:
-        """Record the shapes of the inputs and the output of one call of a layer, for the plan."""
+        """Record the shapes of the saved inputs (`kept`) and the output of one call of a layer, for the clipping plan."""
         self.planner.see(tap, kept, output)
 
     def pass_info(self, number: int, batch: int) -> PassInfo:
-        """Begin pass `number` of `batch` rows; returns the loss reduction and scale by which its gradients are read."""
+        """Begin pass `number`, a forward of `batch` rows and its backward.
+
+        Returns:
+            The factor and loss scale by which gradients of the backward become gradients of each sample's own loss.
+        """
         reduction = self._options.loss_reduction
         factor = {"mean": float(batch), "sum": 1.0}[reduction] if isinstance(reduction, str) else 1.0 / reduction
         self.planner.begin(number, batch)
@@ -129,7 +133,11 @@ class Clipping:
         """Do nothing with the record of a layer: clipping works on parameter records."""
 
     def watch(self, parameter: str, tensor: Tensor) -> None:
-        """Raise a `GramianError` if a forward uses another tensor for a parameter than the optimizer's; FSDP2's are allowed."""
+        """Check that a forward uses the optimizer's own tensor for a parameter, and report it to `on_watch`.
+
+        Raises:
+            GramianError: if it is another tensor; those that FSDP2 gathers are allowed.
+        """
         known = self._trained.get(parameter)
         if known is not None and tensor is not known and not isinstance(known, DTensor):
             raise GramianError(
@@ -139,7 +147,7 @@ class Clipping:
         self.on_watch(parameter, tensor)
 
     def proof_stays_open(self) -> None:
-        """Raise a `GramianError` for a batch of equal samples, on which the row proof shows nothing."""
+        """Raise a `GramianError` for a batch of equal samples, which cannot show that each row depends on its sample alone."""
         raise GramianError(
             "batch: all its samples are equal, so that it cannot be shown whose row is which; expected samples that differ, or "
             'proof="off"'
@@ -169,7 +177,11 @@ class Clipping:
             work.saved_bytes += row.held
 
     def _open(self, info: PassInfo) -> ClippingWork:
-        """The `ClippingWork` of a pass, created when its backward reaches the first layer."""
+        """The `ClippingWork` of a pass, created when its backward reaches the first layer.
+
+        Raises:
+            GramianError: if the backward reaches a second forward, or the plan does not fit into the memory budget.
+        """
         work = self._works.get(info.number)
         if work is not None:
             return work
@@ -214,7 +226,7 @@ class Clipping:
         )
 
     def _row(self, work: ClippingWork, record: ParameterRecord) -> ClippingRow:
-        """How this parameter is clipped: as planned if the plan has its number of tokens, else chosen now."""
+        """How this parameter is clipped: as planned if the plan has its number of tokens, otherwise chosen now."""
         row = None if work.plan is None else work.plan.get(record.parameter)
         if row is None or row.tokens != record.gradient.tokens:
             share = share_of(record.parameter, record.gradient)
@@ -223,7 +235,7 @@ class Clipping:
         return row
 
     def end_of_pass(self, info: PassInfo) -> None:
-        """Compute the clipped sums at the end of a backward and pass them on; after the first of two, only the factors."""
+        """End a backward: compute the clipped sums and pass them to the receiver; after the first of two, only the factors."""
         work = self._open(info)
         if work.ignored:
             del self._works[info.number]

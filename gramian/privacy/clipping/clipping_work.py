@@ -18,7 +18,7 @@ class SumReceiver(Protocol):
     """Receives the clipped sums of a backward, parameter by parameter."""
 
     def receive(self, name: str, total: Tensor | None) -> None:
-        """Take the clipped sum of the parameter `name`; None if it got no gradient."""
+        """Receive the clipped sum of the parameter `name`; None if it got no gradient."""
 
     def settle(self) -> None:
         """Called when all clipped sums of a backward were received."""
@@ -26,9 +26,9 @@ class SumReceiver(Protocol):
 
 @dataclass
 class DoubtfulNorms:
-    """Squared norms [B] of layers computed together, and a mask of samples whose tokens cancel (doubtful).
+    """Squared norms [B] of layers computed together, and a mask [B] of doubtful samples, whose norm may have lost its digits.
 
-    The norm, or sum, of a doubtful sample may have lost its digits. Whether there are any is read once for all layers.
+    Digits are lost where the gradients of a sample's tokens cancel. Whether there are such samples is read once for all layers.
     """
 
     outers: Mapping[str, Outer]
@@ -75,17 +75,16 @@ class ClippingWork:
     start_time: Any
     """Time at which the backward reached the first layer; None if the stopwatch is off."""
     rows: dict[str, ClippingRow] = field(default_factory=dict)
-    """{parameter: its way of clipping, with its cost}."""
+    """{parameter: its line of the clipping plan}."""
     slack: float = 0.0
     squares_B: Tensor | None = None
     """Sum over the parameters so far of each sample's squared gradient norm: [B]."""
     gram_group: dict[str, Outer] = field(default_factory=dict)
-    """Layers with the same input or output gradient, whose Gram matrices will be multiplied together."""
+    """{parameter: gradient} of layers with the same input or output gradient, whose norms will be computed together."""
     doubtful: list[DoubtfulNorms] = field(default_factory=list)
     recomputed: dict[str, tuple[Tensor, ExplicitGradient | None]] = field(default_factory=dict)
-    """{parameter: (indices of doubtful samples, whose norms lost digits; their gradients in float32 or float64)}; None in place
-    of
-    the gradients: to be computed again in the second pass."""
+    """{parameter: (indices of doubtful samples, their gradients in float32 or float64)}, for samples whose norms lost digits.
+    The gradients are None in the first of two passes: the second computes them again."""
     saved: dict[str, SavedForClipping] = field(default_factory=dict)
     saved_bytes: int = 0
     small_gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -95,7 +94,7 @@ class ClippingWork:
     factors_B: Tensor | None = None
     """Clip factors [B]; None until the norms are known. Set before a second pass."""
     finite_runs: list[tuple[int, int]] | None = None
-    """Ranges [start, stop) of samples with a finite gradient, which alone are summed; None: all."""
+    """Ranges [start, stop) of samples with a finite gradient; only these are summed. None: all samples."""
     weights: dict[torch.device, Tensor] = field(default_factory=dict)
     """Weights [B] (clip factor times the factor of the loss reduction) of the gradients, by device."""
     totals: dict[str, Tensor] = field(default_factory=dict)
@@ -109,7 +108,10 @@ class ClippingWork:
             self.squares_B = self.squares_B + squares_B.to(self.squares_B.device)
 
     def time(self, phase: str, name: str, gradient: PerSampleGradient, way: str) -> Any:
-        """Context manager that times the norm or the sum of one parameter, with its FLOPs and bytes, if the stopwatch is on."""
+        """Context manager that times the norm or the sum of one parameter, with its FLOPs and bytes, if the stopwatch is on.
+
+        `phase` is "norm" or "clip", `way` how the parameter is clipped.
+        """
         if not self.stopwatch.on:
             return self.stopwatch.time(phase)
         tensors = gradient.tensors()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def read_later(t: Tensor) -> Callable[[], list[Any]]:
-    """Start to copy a vector to the host; returns a function that waits for this copy alone and gives the values as a list."""
+    """Start to copy a vector to the host; returns a function that waits for this copy alone and returns its values."""
     if not t.is_cuda:
         return t.tolist
     copied = t.to("cpu", non_blocking=True)

@@ -1,9 +1,8 @@
 """Clipped sums between backward and optimizer: added to `p.grad` over micro-batches and processes, then noised and divided.
 
-A sum in half precision would be rounded by about 2⁻⁹ of its length, and one sample of five hundred changes it by no more:
-the
-noise would not cover what rounding adds. So `p.grad` of a half-precision parameter is the rounded copy of a sum in float32
-(the wide sum), and the noise is added to the wide sum.
+A sum in half precision would be rounded by about 2⁻⁹ of its length, and one sample of five hundred changes it by no more: the
+noise would not cover what rounding adds. So `p.grad` of a half-precision parameter is the rounded copy of a sum in float32 (the
+wide sum), and the noise is added to the wide sum.
 """
 
 from collections import deque
@@ -50,7 +49,11 @@ class GradientSums:
         stopwatch: Stopwatch,
         loss_scale: "float | torch.amp.GradScaler" = 1.0,
     ) -> None:
-        """Begin without sums; `overlap`: one parameter's sum is reduced over processes while the next is computed."""
+        """Begin without sums of the parameters in `trained`.
+
+        `overlap`: reduce one parameter's sum over processes while the next is computed. `loss_scale`: factor of the loss, or
+        its `GradScaler`.
+        """
         self.trained, self._parallel, self._overlap, self._stopwatch = dict(trained), parallel, overlap, stopwatch
         self.moved: dict[str, Tensor] = {}
         """Sums of earlier micro-batches of this draw: this process's part, in float32 or float64, without the loss scale."""
@@ -68,7 +71,10 @@ class GradientSums:
     # ---- backward --------------------------------------------------------------------------------------------------
 
     def receive(self, name: str, total: Tensor | None) -> None:
-        """Add a parameter's clipped sum to `p.grad`; under FSDP2 a collective, called for every parameter in order."""
+        """Add a parameter's clipped sum to `p.grad`; None: it got no gradient.
+
+        Under FSDP2 this is a collective, which every process calls for every parameter in the same order.
+        """
         p = self.trained[name]
         if not isinstance(p, DTensor):
             if total is not None:
@@ -109,12 +115,13 @@ class GradientSums:
         return None if scale is None else scale.double().reciprocal().float()
 
     def begin(self) -> None:
-        """Begin a backward: check that weights and gradients did not change since the last one before the step.
+        """Begin a backward: check that weights and gradients did not change since an earlier backward of the same step.
 
-        Values of weights are compared on the device, and the result is read at the end of the backward.
+        Values of weights are compared on the device, and the result is read at the end of the backward. A changed gradient is
+        remembered, and refused in the step.
 
         Raises:
-            GramianError: if weights were written to since the last backward.
+            GramianError: if weights were written to since that backward.
         """
         if not self.watch.on:
             return
@@ -137,13 +144,12 @@ class GradientSums:
     def compare(self, scaling: Scaling) -> Callable[[], None]:
         """Start to compare gradients and weights with what the last backward left, before the step changes them. Collective.
 
-        Processes refuse together: what each found is added up. The result is read when the step's own work is queued, so
-        that
-        the device does not wait for the host.
+        The findings of all processes are added up, so that all refuse together. The result is read when the step's own work is
+        queued, so that the device does not wait for the host.
 
         Returns:
-            A function to call before the optimizer sees the gradients. It drops all sums and raises a `GramianError` if one
-            was changed on any process.
+            A function to call before the optimizer reads the gradients. It drops all sums and raises a `GramianError` if a
+            gradient or weight was changed on any process.
         """
         self._drop_zeroed()
         count, watched = len(self.trained), self.watch.on
@@ -190,7 +196,7 @@ class GradientSums:
         self._wide_sums[name] = part
 
     def _wide(self, name: str, scaling: Scaling) -> Tensor:
-        """This process's part of `p.grad` as a new float32 or float64 tensor, without the scale that the engine removes."""
+        """This process's part of `p.grad` as a new float32 or float64 tensor, without the loss scale the engine removes."""
         p = self.trained[name]
         assert p.grad is not None
         part, wide_sum = local(p.grad), self._wide_sums.pop(name, None)
@@ -212,7 +218,10 @@ class GradientSums:
             p.grad = None
 
     def move(self, scaling: Scaling) -> None:
-        """Add the gradients of a micro-batch to `moved` and set `p.grad` to None, so that the optimizer sees none."""
+        """Add the gradients of a micro-batch to `moved` and set `p.grad` to None, so that the optimizer sees none.
+
+        `scaling` tells which factors of a loss scale are still in the gradients; they are divided out.
+        """
         self.watch.clear()
         for name, p in self.trained.items():
             if p.grad is not None:
@@ -225,7 +234,10 @@ class GradientSums:
                 p.grad = None
 
     def release(self, noise: NoisePlan, number: int, std: float, expected_batch: float, scaling: Scaling) -> None:
-        """Set p.grad = (sum over micro-batches and processes + std · noise of this release) / expected batch. Collective."""
+        """Set p.grad = (sum over micro-batches and processes + std · noise of release `number`) / expected_batch. Collective.
+
+        `scaling` tells which factors of a loss scale are still in the gradients.
+        """
         noise_std: float | Tensor = std if scaling.inside is None else std * scaling.inside
         first = local(next(iter(self.trained.values())).detach())
         if first.is_cuda and not isinstance(noise_std, Tensor):
@@ -258,7 +270,7 @@ class GradientSums:
         self.watch.clear()  # `p.grad` has its noise now, and may be written to
 
     def _sum_of_pieces(self, name: str, scaling: Scaling) -> Tensor:
-        """This process's sum over the micro-batches of the draw; in float32 or float64 if anything is still added to it."""
+        """This process's sum over the micro-batches of the Poisson draw; in float32 or float64 if more is added to it."""
         p = self.trained[name]
         moved = self.moved.pop(name, None)
         if moved is not None and scaling.inside is not None:

@@ -1,4 +1,4 @@
-"""The factor that a loss scale leaves in the gradients of a step, and whether optimizer, engine or GradScaler removes it."""
+"""The factor that a loss scale leaves in the gradients of a step, and who removes it: optimizer, engine or GradScaler."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,11 @@ class Scaling:
 
 
 def scaling_at(optimizer: Optimizer, loss_scale: "float | torch.amp.GradScaler") -> Scaling:
-    """Scale factors in `p.grad` as a step begins; a `GramianError` if a GradScaler should have unscaled it and has not."""
+    """Scale factors in `p.grad` as a step begins.
+
+    Raises:
+        GramianError: if a GradScaler should have unscaled the gradients and has not, or is in use without being `loss_scale`.
+    """
     inside = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales inside its step
     if not isinstance(loss_scale, torch.amp.GradScaler):
         if inside is not None:

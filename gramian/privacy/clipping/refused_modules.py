@@ -11,12 +11,15 @@ from gramian.taps.sites import Site, site_for
 
 
 def layers_with_sites(root: nn.Module) -> list[tuple[str, nn.Module, Site]]:
-    """(user's name, module, site) of every layer that has a site, trained or frozen."""
+    """(user's name, module, site) of every layer that has a site (the gradient formulas for its type), trained or frozen."""
     return [(name, module, site) for name, module in named_modules(root) if (site := site_for(module)) is not None]
 
 
 def refuse_mixing(layers: Sequence[tuple[str, nn.Module, Site]]) -> None:
-    """Raise a `GramianError` that names a layer which mixes samples, or stores something of them, in its present mode."""
+    """Raise a `GramianError` for a layer which, in its present mode, mixes samples or stores something of them.
+
+    `layers` is the result of `layers_with_sites`; the error names the layer.
+    """
     for name, layer, site in layers:
         reason = site.check_per_sample(layer) or (site.check(layer) if site.kind == "embedding" else None)
         if reason is None and isinstance(layer, _InstanceNorm) and layer.training and layer.track_running_stats:

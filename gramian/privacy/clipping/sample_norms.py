@@ -1,8 +1,9 @@
 """Per-sample gradient norms of a backward, and the clip factors that follow from them.
 
-Each parameter adds its squared norms [B] as the backward passes its layer. A Gram matrix, or a direct norm, of a sample whose
-tokens cancel may have lost its digits: such samples are doubtful. Reading whether there are any makes the host wait for the
-device, so the factors are first guessed as if there were none, sums are begun with them, and the guess is confirmed later.
+Each parameter adds its squared norms [B] as the backward passes its layer. Where the gradients of a sample's tokens cancel, a
+norm from Gram matrices, or a direct one, may have lost its digits: such samples are doubtful. Reading whether there are any
+makes the host wait for the device. So the factors are first guessed as if there were none, sums are begun with them, and the
+guess is confirmed later.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +23,15 @@ from gramian.taps.gradients.outer import direct_of, gram_of, same_tensor
 from gramian.taps.records import ParameterRecord
 
 LARGEST_GRAM_GROUP = 4
-"""Largest number of layers with a common input whose Gram matrices are multiplied together."""
+"""Largest number of layers with a common input or output gradient whose norms are computed together."""
 
 
 def add_norms(work: ClippingWork, record: ParameterRecord, row: ClippingRow) -> PerSampleGradient:
-    """Add a parameter's squared per-sample norms to `work`; returns the gradient from which its clipped sum will be formed."""
+    """Add a parameter's squared per-sample norms to `work`, as its line `row` of the plan says.
+
+    Returns:
+        The gradient from which its clipped sum will be formed.
+    """
     gradient = record.gradient
     if row.way == "keep" and not work.norms_only:
         explicit = ExplicitGradient(_per_sample_in_own_dtype(gradient), gradient.dtype)
@@ -52,7 +57,10 @@ def _per_sample_in_own_dtype(gradient: PerSampleGradient) -> Tensor:
 
 
 def _join_gram_group(work: ClippingWork, name: str, gradient: Outer, at_once: bool) -> None:
-    """Add a layer to the group whose norms are computed together, if it shares an input or output gradient (q/k/v, gate/up)."""
+    """Add a layer to the group whose norms are computed together, if it shares an input or output gradient (q/k/v, gate/up).
+
+    A group that is full or shares nothing with the layer is computed first; with `at_once` the new group is computed now.
+    """
     group = work.gram_group
     if group and (len(group) == LARGEST_GRAM_GROUP or not _share_a_side([*group.values(), gradient])):
         flush_gram_group(work)
@@ -85,7 +93,7 @@ def _add_doubtful(work: ClippingWork, outers: Mapping[str, Outer], squares_B: Te
 
 
 def _recompute(work: ClippingWork, norms: DoubtfulNorms, doubtful: bool) -> None:
-    """Form the gradients of samples whose norms lost digits (doubtful) in float32 or float64; sets exact squared norms."""
+    """Where norms are doubtful (digits lost), form those gradients in float32 or float64 and set exact squared norms."""
     if not doubtful:
         return
     chosen, squares_K = norms.doubtful_B.nonzero()[:, 0], []
@@ -100,8 +108,8 @@ def guess_factors(work: ClippingWork) -> tuple[ClippedBatch, Tensor, Callable[[]
     """Set the clip factors as if no norm were doubtful (digits lost) and all were finite; does not wait for the device.
 
     Returns:
-        The clipped batch, the squared norms [B] without those that may be doubtful, and a function that reads the flags for
-        `confirm_factors`.
+        The clipped batch; the squared norms [B] summed over those parameters whose norms cannot be doubtful; and a function
+        that waits for the device and returns the flags for `confirm_factors`.
     """
     flush_gram_group(work)
     work.small_groups = _group_small_gradients(work)
@@ -116,9 +124,13 @@ def guess_factors(work: ClippingWork) -> tuple[ClippedBatch, Tensor, Callable[[]
 
 
 def confirm_factors(work: ClippingWork, sure_B: Tensor, flags: Sequence[bool]) -> ClippedBatch | None:
-    """Check guessed clip factors by `flags`; None if they are right, else the corrected batch.
+    """Correct guessed clip factors where `flags` say that norms lost digits or are not finite.
 
-    Doubtful samples are computed again, those that are not finite are left out, and the factors are set anew.
+    Doubtful samples are computed again, samples that are not finite are left out, and the factors are set anew from `sure_B`,
+    the squared norms [B] that cannot be doubtful.
+
+    Returns:
+        None if the guess was right (no flag is set); otherwise the corrected batch.
     """
     if not any(flags):
         return None
@@ -137,7 +149,7 @@ def confirm_factors(work: ClippingWork, sure_B: Tensor, flags: Sequence[bool]) -
 
 
 def set_factors(work: ClippingWork) -> ClippedBatch:
-    """Set the clip factors [B] of `work` from its squared norms; 0 for a sample whose norm is not finite."""
+    """Set the clip factors [B] of `work` from its squared norms, 0 where these are not finite; returns norms and factors."""
     assert work.squares_B is not None
     squares_B = work.squares_B
     norms_B = squares_B.clamp(min=0).sqrt() * work.info.scale
@@ -147,7 +159,7 @@ def set_factors(work: ClippingWork) -> ClippedBatch:
 
 
 def _group_small_gradients(work: ClippingWork) -> list[tuple[Tensor, list[str]]]:
-    """Small per-sample gradients concatenated: ([B, N], names) for each device and dtype."""
+    """Small per-sample gradients concatenated: ([B, N], parameter names) for each device and dtype."""
     groups: dict[Any, list[str]] = {}
     for name, gradient_BN in work.small_gradients.items():
         key = (gradient_BN.device, gradient_BN.dtype, work.trained[name].dtype)
@@ -156,7 +168,7 @@ def _group_small_gradients(work: ClippingWork) -> list[tuple[Tensor, list[str]]]
 
 
 def _flags(work: ClippingWork, squares_B: Tensor) -> Callable[[], list[bool]]:
-    """Function that reads, per group of norms, whether a sample lost digits, and, last, whether any norm is not finite."""
+    """Function that returns, per group of norms, True if a sample lost digits, and, last, True if any norm is not finite."""
     device = squares_B.device
     squares_KB = torch.stack([squares_B, *(norms.squares_B.to(squares_B) for norms in work.doubtful)])
     finite = squares_KB.isfinite().all()[None]

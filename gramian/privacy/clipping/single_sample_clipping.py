@@ -1,14 +1,13 @@
-"""Clipping of batches of one sample: the ordinary gradient is that sample's, so it is clipped as a whole.
+"""Clipping of batches of one sample: the ordinary gradient is that sample's, so it is clipped as it is.
 
-`Clipping` needs a tap on every layer and one use of each weight through its own module. A batch of one sample needs neither:
-autograd's own gradient is the sample's whatever the architecture, so `max_physical_batch=1` trains models that taps refuse
-(weights used outside of their layer, layers without a per-sample formula). No tap is installed; hooks are on the root and on
-the parameters alone. Both rules share the clip factor (`clip_factors`) and the receiver of the sums.
+`Clipping` needs a tap (hook) on every layer, and weights that are used through their own module alone. A batch of one sample
+needs neither: autograd's own gradient is the sample's whatever the architecture, so `max_physical_batch=1` trains models that
+taps refuse (weights used outside of their layer, layers without a per-sample formula). Hooks are on the root and on the
+parameters alone. Both rules share the clip factor (`clip_factors`) and the receiver of the sums.
 
-A backward belongs to one forward: behind every output of the root stands an identity, `Gate`, whose backward reports which
-forward was reached. It must be exactly one. What autograd adds to `p.grad` is removed at once, so that a gradient that is
-not
-clipped outlives no backward, not even one that breaks off.
+A backward must belong to exactly one forward: every output of the root passes through an identity, `Gate`, whose backward
+reports which forward was reached. What autograd adds to `p.grad` is removed at once, so that a gradient that is not clipped
+outlives no backward, not even one that breaks off.
 """
 
 import copy
@@ -37,7 +36,7 @@ from gramian.taps.sites.site import first_tensor
 
 _keys = itertools.count()
 _owners: "weakref.WeakValueDictionary[int, SingleSampleClipping]" = weakref.WeakValueDictionary()
-"""{number that stands for a rule in a compiled graph: the rule}."""
+"""{number of a `SingleSampleClipping`, by which compiled graphs refer to it: the object}."""
 
 
 class RootHook:
@@ -48,12 +47,12 @@ class RootHook:
         self._owner: Any = (lambda: None) if owner is None else weakref.ref(owner)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Forward pre-hook: begin a forward; an empty batch gets a row of zeros."""
+        """Forward pre-hook: begin a forward; returns (args, kwargs) with a row of zeros for an empty batch, else None."""
         owner = self._owner()
         return None if owner is None else owner.enter_root(module, args, kwargs)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Forward hook: put a `Gate` behind every output."""
+        """Forward hook: return the output with a `Gate` behind every tensor; None (unchanged) if there is nothing to call."""
         owner = self._owner()
         return None if owner is None else owner.leave_root(module, output)
 
@@ -67,13 +66,14 @@ class RootHook:
 
 
 class Gate(torch.autograd.Function):
-    """Identity on an output of the root; its backward reports that this forward was reached."""
+    """Identity on an output of the root; its backward reports to the `SingleSampleClipping` which forward was reached."""
 
     @staticmethod
     def forward(ctx: Any, probe: Tensor, ticket: Tensor, key: Tensor, output: Tensor) -> Tensor:
         """Return the output unchanged, with `probe`, a scalar leaf, as a second input.
 
-        `backward()` accumulates into the probe and `torch.autograd.grad` does not, so that the two can be told apart.
+        `backward()` accumulates into the probe and `torch.autograd.grad` does not, so that the two can be told apart. `ticket`
+        is the number of the forward and `key` that of its `SingleSampleClipping`, both 0-dim.
         """
         ctx.ticket, ctx.key = ticket, key  # not saved: a checkpoint around the root counts what is
         found: Tensor = torch.ops.aten._unsafe_view(output, output.shape)  # no view to autograd: may be written to
@@ -95,7 +95,7 @@ def _report(ticket: Tensor, key: Tensor, gradient: Tensor) -> Tensor:
 
 @torch.library.custom_op("gramian::reach", mutates_args=())
 def _reach(ticket: Tensor, key: Tensor, gradient: Tensor) -> Tensor:
-    """Report that a compiled backward reached a forward; the gradient keeps this operator out of the forward's graph."""
+    """Report that a compiled backward reached forward `ticket`; the argument `gradient` keeps this operator in the backward."""
     return _report(ticket, key, gradient)
 
 
@@ -165,11 +165,11 @@ class SingleSampleClipping:
                 self._handles.append(p.register_post_accumulate_grad_hook(partial(self._take, names.get(p))))
 
     def backward(self, loss: Tensor) -> None:
-        """Run `loss.backward()`; its end clips the gradient."""
+        """Run `loss.backward()`; a callback at its end clips the gradient."""
         loss.backward()
 
     def recover(self) -> None:
-        """Drop the gradients of a backward that broke off, and put `p.grad` of earlier ones back."""
+        """Drop the gradients of a backward that failed half-way, and put `p.grad` of earlier ones back."""
         if not in_backward():
             self._reset()
 
@@ -189,7 +189,10 @@ class SingleSampleClipping:
     # ---- forward ---------------------------------------------------------------------------------------------------
 
     def enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Begin a forward and read its batch size; an empty batch gets a row of zeros, which does not count.
+        """Begin a forward of the root and read its batch size.
+
+        Returns:
+            For an empty batch (args, kwargs) with a row of zeros, which does not count as a sample; otherwise None.
 
         Raises:
             GramianError: if there are several samples, or a layer would carry something of one into the next forward.
@@ -220,7 +223,7 @@ class SingleSampleClipping:
         return number
 
     def leave_root(self, module: nn.Module, output: Any) -> Any:
-        """End a forward: put a `Gate` behind each output, and cut the row of zeros of an empty batch."""
+        """End a forward: return the output with a `Gate` behind each tensor, and without the row of zeros of an empty batch."""
         if not self._listens(module):
             return None
         return pytree.tree_map(self._gated, output if self._batch else without_a_row(output))
@@ -245,7 +248,11 @@ class SingleSampleClipping:
     # ---- backward --------------------------------------------------------------------------------------------------
 
     def reach(self, number: int) -> None:
-        """Record that the running backward reached forward `number`; a `GramianError` if it reached another one before."""
+        """Record that the running backward reached forward `number`; nothing is recorded for `torch.autograd.grad`.
+
+        Raises:
+            GramianError: if it reached another forward before, or this one had a backward already.
+        """
         if not accumulates(self._probe_leaf):
             return  # torch.autograd.grad: parameters get nothing
         task = torch._C._current_graph_task_id()
@@ -270,7 +277,7 @@ class SingleSampleClipping:
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
 
     def _set_aside(self, p: nn.Parameter, name: str | None, leaf: Any, gradient: Tensor | None) -> None:
-        """Before autograd adds to `p.grad`: set earlier gradients aside, so that it gets this backward's alone."""
+        """Before autograd adds to `p.grad`: set earlier gradients aside, so that `p.grad` becomes this backward's alone."""
         if gradient is None or not accumulates(leaf):
             return  # torch.autograd.grad: `p.grad` gets nothing
         self._begin(torch._C._current_graph_task_id())
@@ -285,7 +292,11 @@ class SingleSampleClipping:
 
     @torch.no_grad()
     def _end(self, task: int) -> None:
-        """Clip the gradient at the end of a backward and pass it on; a `GramianError` if it came from no single forward."""
+        """Clip the gradient at the end of backward `task` (autograd's number) and pass it to the receiver.
+
+        Raises:
+            GramianError: if the backward did not come from exactly one forward of the root.
+        """
         gradients, reached, now = dict(self._gradients), self._reached, self._task
         self._reset()
         if reached is None or now != task:

@@ -62,7 +62,11 @@ class Stopwatch:
     def time(
         self, phase: str, what: str = "", way: str = "", flops: float = 0.0, nbytes: float = 0.0, cuda: bool = False
     ) -> AbstractContextManager[Any]:
-        """Context manager that records the time of a block, with its phase, parameter, way, FLOPs and bytes."""
+        """Context manager that records the time of the code inside it; nothing while the stopwatch is off.
+
+        `phase` and `what` (parameter or layer), `way` (how the parameter is clipped), `flops` and `nbytes` are stored with the
+        time; `cuda` measures by CUDA events instead of the wall clock.
+        """
         return self._timed(phase, what, way, flops, nbytes, cuda) if self.on else _NOTHING
 
     def now(self, cuda: bool) -> Any:
@@ -81,7 +85,7 @@ class Stopwatch:
         self.entries.append(Entry(self.step, phase, what, way, flops, nbytes, (start, _now(cuda))))
 
     def report(self) -> list[dict[str, Any]]:
-        """List of dicts with calls, mean milliseconds, TFLOP/s and bytes by phase, parameter and way. Waits for the device."""
+        """List of dicts: calls, mean milliseconds, TFLOP/s and bytes by (phase, parameter, way). Waits for the device."""
         if any(not isinstance(entry.span[0], float) for entry in self.entries):
             torch.cuda.synchronize()
         sums: dict[tuple[str, str, str], list[float]] = {}

@@ -15,7 +15,8 @@ def trained_parameters(root: nn.Module, optimizer: Optimizer) -> dict[str, nn.Pa
     """{user's name: parameter} of the optimizer's trainable parameters, in the model's order; warns if the model has more.
 
     Raises:
-        GramianError: if there are none, if some are not the model's, if one has a hook, or no shape yet.
+        GramianError: if there are none, if the optimizer has parameters that are not the model's, or if one has a gradient hook
+            or no shape yet.
     """
     trained = _trained(root, optimizer)
     _check_hooks(trained)
@@ -41,7 +42,11 @@ def _check_hooks(trained: Mapping[str, nn.Parameter]) -> None:
 
 
 def _trained(root: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """{user's name: parameter} of the optimizer's trainable parameters, in the model's order."""
+    """{user's name: parameter} of the optimizer's trainable parameters, in the model's order.
+
+    Raises:
+        GramianError: if there are none, if the optimizer has parameters that are not the model's, or if one has no shape yet.
+    """
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found: dict[str, nn.Parameter] = {}
     seen: set[int] = set()

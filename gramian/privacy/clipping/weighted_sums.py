@@ -10,12 +10,12 @@ from gramian.taps.records import ParameterRecord
 
 PRODUCTS_AHEAD = 4
 EXPLICIT_SHARE_AHEAD = 0.5
-"""Limits of `sum_ahead`, which starts sums before the clip factors are confirmed: this many (PRODUCTS_AHEAD) sums by matrix
-products, and sums of explicit gradients while their bytes stay below this share of those gradients' bytes."""
+"""Limits of `sum_ahead`, which starts sums before the clip factors are confirmed: at most PRODUCTS_AHEAD sums by matrix
+products, and sums of explicit gradients up to EXPLICIT_SHARE_AHEAD times the bytes of these gradients."""
 
 
 def sum_small(work: ClippingWork) -> None:
-    """Compute the clipped sums of all biases and norm layers together, as views of one tensor, into `work.totals`."""
+    """Compute the clipped sums of all biases and norm layers into `work.totals`, with one sum for each device and dtype."""
     for gradients_BN, names in work.small_groups:
         with work.stopwatch.time("clip", "biases and norms", "sum", cuda=gradients_BN.is_cuda):
             total_N = _weighted_sum(work, wide_dtype(work.trained[names[0]]), ExplicitGradient(gradients_BN))
@@ -43,7 +43,10 @@ def sum_ahead(work: ClippingWork) -> list[str]:
 
 
 def take_sum(work: ClippingWork, name: str, *, release: bool) -> Tensor | None:
-    """A parameter's clipped sum, computed now unless it was before; None: no gradient. `release` frees the saved tensors."""
+    """A parameter's clipped sum, computed now unless it was before; None if it got no gradient.
+
+    `release`: free the saved tensors of a sum that is computed now.
+    """
     if name in work.totals:
         return work.totals.pop(name)
     if name not in work.saved:
@@ -69,7 +72,10 @@ def sum_in_second_pass(work: ClippingWork, record: ParameterRecord) -> None:
 
 
 def _weighted_sum(work: ClippingWork, dtype: torch.dtype, gradient: PerSampleGradient, name: str = "") -> Tensor:
-    """Σ_i c_i g_i times the loss scale: the gradients of the backward, weighted with c_i (times B for a mean loss)."""
+    """Σ_i c_i g_i times the loss scale, in `dtype`: the gradients in `gradient`, weighted with c_i (times B for a mean loss).
+
+    Samples that are not finite are left out; recomputed gradients of parameter `name` replace those whose norms lost digits.
+    """
     assert work.factors_B is not None
     device = gradient.tensors()[0].device
     if device not in work.weights:
@@ -86,7 +92,7 @@ def _weighted_sum(work: ClippingWork, dtype: torch.dtype, gradient: PerSampleGra
 
 
 def _sum_with_recomputed(work: ClippingWork, dtype: torch.dtype, gradient: PerSampleGradient, name: str) -> Tensor:
-    """Clipped sum in which samples whose norms lost digits enter by recomputed gradients; rounded to `dtype` last."""
+    """Clipped sum with recomputed gradients of the samples whose norms lost digits; rounded to `dtype` at the end."""
     assert isinstance(gradient, Outer)
     chosen, explicit = work.recomputed.pop(name)
     if explicit is None:

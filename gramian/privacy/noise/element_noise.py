@@ -1,7 +1,7 @@
 """Gaussian noise as a function of (noise key, release, element), whichever process stores the element.
 
-Every element has one global index; its noise is the normal number at that place of the key stream of (noise key, release).
-So any sharding over dim 0, on any number of ranks, draws the noise of the unsharded parameter.
+A release is one noised sum. Every element has one global index; its noise is the normal number at that place of the key stream
+of (noise key, release). So any sharding over dim 0, on any number of ranks, draws the noise of the unsharded parameter.
 
 Noise is sampled in float32 and added in floating point: that is the usual model of DP-SGD, and it does not defend against an
 adversary who reads low-order bits of the result.
@@ -18,10 +18,11 @@ from gramian.core.errors import GramianError
 from gramian.kernels import chacha
 
 MOST_ELEMENTS = 2**40
-"""Largest number of elements of a release (one noised sum); Box–Muller makes two of them from a pair of uniforms."""
+"""Largest number of elements of a release (one noised sum): 2³⁹ pairs, since Box–Muller makes normal numbers in pairs."""
 
 TAIL_MASS = 2.0**-64
-"""Probability of the largest radius that a Box–Muller pair can have, in place of all larger ones of a normal distribution."""
+"""Probability that a pair of normal numbers has a radius above TAIL_RADIUS; in the drawn noise, the largest radius has it
+instead."""
 
 TAIL_RADIUS = math.sqrt(-2 * math.log(TAIL_MASS))
 """Radius R beyond which a pair of normal numbers lies with probability TAIL_MASS: 9.42."""
@@ -31,14 +32,14 @@ def tail_delta(noise_multiplier: float) -> float:
     """δ₀ by which δ grows for one participation of a record at this σ, because the noise is bounded and normal numbers are not.
 
     A record shifts the mean of the noise by v with ‖v‖ ≤ s = 1/σ, in standard deviations. Where both densities are positive,
-    their ratio is that of normal distributions. Nothing bounds it where the shift pushes a pair of elements out of the disk of
-    radius R. A pair shifted by a is there with probability g(a) = e^(-(R - a)²/2) - e^(-R²/2) at most. Over K pairs with
-    Σ a² ≤ s², since g'' grows for R - a ≥ √3,
+    their ratio is that of normal distributions. Nothing bounds the ratio where the shift moves a pair of elements out of the
+    disk of radius R = TAIL_RADIUS. A pair that is shifted by the length a is there with probability g(a) = e^(-(R - a)²/2) -
+    e^(-R²/2) at most. Over K pairs with Σ a² ≤ s², since g'' grows for R - a ≥ √3,
 
         Σ g(a_k) ≤ g(s) + (√K - 1)·s·R·e^(-R²/2) ≤ e^(-(R - s)²/2) + √K·s·R·2⁻⁶⁴ = δ₀,    K = 2³⁹
 
-    The first term is P(|Z₁, Z₂| > R - 1/σ), of a shift in one element; the second, of one spread over all: 4.1e-16 + 3.8e-13 at
-    σ = 1, 1.1e-12 + 7.6e-13 at σ = ½. δ₀ is 1 where R - s < √3, below σ = 0.13.
+    The first term is P(|Z₁, Z₂| > R - 1/σ) for a shift in one element; the second is for a shift over all elements: 4.1e-16 +
+    3.8e-13 at σ = 1, 1.1e-12 + 7.6e-13 at σ = ½. δ₀ is 1 where R - s < √3, below σ = 0.13.
     """
     shift = math.inf if noise_multiplier == 0 else 1 / noise_multiplier
     if TAIL_RADIUS - shift < math.sqrt(3):
@@ -47,12 +48,11 @@ def tail_delta(noise_multiplier: float) -> float:
 
 
 class NoisePlan:
-    """Gives every element of a model's parameters a place in the key stream from which a release's noise is drawn.
+    """Gives every parameter element a place in the key stream from which the noise of a release (noised sum) is drawn.
 
-    Parameters follow each other in the given order; each starts at an even place, so that no pair of Box–Muller is shared by
-    two. A nonce has 2³⁶ places: the nonce of place p of release n is n + 2⁶⁴·⌊p / 2³⁶⌋. At most 2⁴⁰ places: what
-    `tail_delta`
-    accounts for.
+    Parameters follow each other in the given order; each starts at an even place, so that no Box–Muller pair belongs to two of
+    them. A nonce has 2³⁶ places: place p of release n has the nonce n + 2⁶⁴·⌊p / 2³⁶⌋. A name that is given twice, or more than
+    2⁴⁰ places (the bound in `tail_delta`), raises a `GramianError`.
 
     Args:
         key: the noise key, 32 bytes, the same on every rank.
@@ -89,15 +89,21 @@ class NoisePlan:
     ) -> Tensor:
         """Add this release's noise to a parameter's gradient, or to the rows of it that this rank holds, in place.
 
-        Cost: one pass over the local gradient; one that is not contiguous goes through a copy.
+        Cost: one pass over the local gradient; a gradient that is not contiguous is copied.
 
         Args:
             grad_local: [stop - start, ...], rows of dim 0; the complete gradient where `rows` is None.
             name: name of the parameter.
             std: standard deviation of the noise, a number or a 0-dim tensor on the gradient's device.
-            release: number of the release, from `ReleaseCounter.begin`, below 2⁶⁴.
-            rows: (start, stop) or a slice in dim 0 of the complete parameter.
-            factor: factor of the sum of gradient and noise, before it is rounded.
+            release: number of the release (noised sum), from `ReleaseCounter.begin`, below 2⁶⁴.
+            rows: (start, stop) or a slice in dim 0 of the complete parameter; None: all of it.
+            factor: the sum of gradient and noise is multiplied by it before it is rounded.
+
+        Returns:
+            `grad_local`.
+
+        Raises:
+            GramianError: for an unknown name, a release out of range, or another shape than the plan's.
         """
         if name not in self.shapes:
             raise GramianError(f"{name}: not in the noise plan; expected one of its {len(self.shapes)} parameters")
@@ -117,7 +123,7 @@ class NoisePlan:
         return grad_local
 
     def _add(self, flat_N: Tensor, place: int, std: float | Tensor, release: int, factor: float) -> None:
-        """Add the noise of places [place, place + N) of the key stream to a flat tensor [N], one nonce after the other."""
+        """Add the noise of places [place, place + N) of the key stream to a flat tensor [N], one nonce after another."""
         done = 0
         while done < flat_N.numel():
             segment, start = divmod(place + done, chacha.WORDS_PER_NONCE)
@@ -130,7 +136,7 @@ class NoisePlan:
 
 
 def _range(name: str, shape: tuple[int, ...], rows: tuple[int, int] | slice) -> tuple[int, int]:
-    """Check a range of dim 0 of a parameter and return it as (start, stop)."""
+    """Check a range of dim 0 of a parameter and return it as (start, stop); a `GramianError` if it is not within the shape."""
     if not shape:
         raise GramianError(f"{name}: rows of a 0-dim parameter; expected rows=None")
     if isinstance(rows, slice):

@@ -1,7 +1,7 @@
 """The secret key of a private run, the counter of its releases, and the files that store them.
 
-A release is one noisy sum that leaves the process. Its noise is a function of (key, release number, element), so a number
-that was begun is never given to another sum: the counter is on disk before the noise exists.
+A release is one noised sum that leaves the process. Its noise is a function of (key, release number, element), so a number that
+was begun is never given to another sum: the counter is written to its file before the noise exists.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ FORMAT = 1
 class Secrets:
     """A 256-bit key from the operating system, and the independent keys derived from it.
 
-    Neither `repr` nor a pickle shows it; it leaves through `state_dict` alone, for `save_private`. Copies are refused, that of
-    `os.fork` too: two processes with one key would draw the same noise for different sums. The processes of one run share a key
-    on purpose, each through its own `load_state_dict`.
+    `repr` does not show the key; only `state_dict` returns it, for `save_private`. Copying and pickling raise, and so does use
+    in a forked process: two processes with one key would draw the same noise for different sums. The processes of one run share
+    a key on purpose, each through its own `load_state_dict`.
 
     Args:
-        insecure_reproducible: derive the key from `seed`, which anyone can guess. For tests; recorded.
-        seed: seed of the key, with `insecure_reproducible` only.
+        insecure_reproducible: True derives the key from `seed`, which anyone can guess: for tests. `state_dict` records it.
+        seed: seed of the key, only with `insecure_reproducible`; None: 0.
     """
 
     def __init__(self, *, insecure_reproducible: bool = False, seed: int | None = None) -> None:
@@ -50,16 +50,16 @@ class Secrets:
 
     @property
     def noise_key(self) -> bytes:
-        """32-byte stream-cipher key of the noise; its nonce is the release number, the place in the stream the element."""
+        """32-byte stream-cipher key of the noise: the nonce is the release number, the place in the stream the element."""
         return self.subkey("noise")
 
     @property
     def sampling_key(self) -> bytes:
-        """32-byte stream-cipher key of the Poisson draws; its nonce is the draw number, the place in the stream the record."""
+        """32-byte stream-cipher key of the Poisson draws: the nonce is the draw number, the place in the stream the record."""
         return self.subkey("sampling")
 
     def subkey(self, label: str) -> bytes:
-        """A 32-byte key for one purpose: BLAKE2b keyed with the secret, over the label."""
+        """A 32-byte key for one purpose: BLAKE2b of the label, keyed with the secret; a `GramianError` in a forked process."""
         self.refuse_forks()
         return hashlib.blake2b(label.encode(), digest_size=32, key=self._key, person=b"gramian subkey").digest()
 
@@ -72,7 +72,7 @@ class Secrets:
             )
 
     def renew(self) -> None:
-        """Replace the key by a new random one, so that no noise is drawn again with the old; the key of a fixed seed stays."""
+        """Replace the key by a new random one, so that no noise is drawn again with the old; a key from a seed stays."""
         if not self.insecure_reproducible:
             self._key = os.urandom(KEY_BYTES)
 
@@ -84,7 +84,11 @@ class Secrets:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace the key by that of a state: of a checkpoint or of rank 0."""
+        """Replace the key by that of a `state_dict`, from a checkpoint or from rank 0.
+
+        Raises:
+            GramianError: for a damaged state, or a key from a seed where this object has a secret one.
+        """
         key, insecure = state.get("key"), state.get("insecure_reproducible")
         if not isinstance(key, torch.Tensor) or key.dtype != torch.uint8 or list(key.shape) != [KEY_BYTES]:
             raise GramianError(f"key: missing or of another shape; expected a uint8 tensor of {KEY_BYTES} in the state")
@@ -108,8 +112,8 @@ class Secrets:
 class ReleaseCounter:
     """Gives each release (one noised sum) a number of its own, and counts how many were begun.
 
-    `spent` is a high-water mark: the releases begun so far, in this process or, by the bound file, in an earlier one. It is
-    what the accountant counts, and it only grows: beginning a number a second time, in a replay, adds nothing.
+    `spent` is the number of releases begun so far, in this process or, according to the bound file, in an earlier one. The
+    accountant computes ε from it. It only grows: beginning a number a second time, in a replay, adds nothing.
     """
 
     def __init__(self) -> None:
@@ -117,7 +121,8 @@ class ReleaseCounter:
         self._spent = 0
         self._path: Path | None = None
         self.about: Any = None
-        """State of the accounting when the last release was begun, in this process or by the bound file."""
+        """State of the accounting when the last release was begun, in this process or according to the bound file; None: not
+        known."""
 
     @property
     def spent(self) -> int:
@@ -130,10 +135,13 @@ class ReleaseCounter:
         return self._next
 
     def bind(self, path: str | os.PathLike[str], *, must_exist: bool = False) -> None:
-        """Store `spent`, the number of releases begun, in a file from now on; that of an existing file is never lowered.
+        """Store `spent`, the number of releases begun, in a file from now on; the larger number of file and object counts.
 
-        One process of a run binds (rank 0). The next release moves past every number in the file unless `restore` says that
-        it is a replay. A resumed run passes `must_exist`: without the file it is not known which numbers were begun.
+        One process of a run binds (rank 0). The next release gets a number past all in the file, unless `restore` is called
+        with replay. A resumed run passes `must_exist`: without the file it is not known which numbers were begun.
+
+        Raises:
+            GramianError: if the file is missing although it must exist, is damaged, or cannot be written.
         """
         path = Path(path)
         recorded = _read_mark(path)
@@ -154,10 +162,11 @@ class ReleaseCounter:
     def begin(self, about: Any = None) -> int:
         """Begin a release (one noised sum) and return its number.
 
-        With a bound file the count is durable before the number is returned: two fsyncs and a rename, up to a few
-        milliseconds
-        on a disk. If it cannot be written nothing has begun. `about`, the state of the accounting in plain values, is stored
-        beside the count.
+        With a bound file the count is durable before the number is returned: two fsyncs and a rename, up to a few milliseconds
+        on a disk. `about`, the state of the accounting in plain values, is stored beside the count.
+
+        Raises:
+            GramianError: if the file cannot be written, or another process has counted in it; nothing has begun then.
         """
         release = self._next
         if release + 1 > self._spent:
@@ -176,10 +185,12 @@ class ReleaseCounter:
 
         Args:
             released: `released` at the checkpoint.
-            replay: True if the steps that follow are, bit for bit, those that followed the checkpoint before: the numbers
-            from
+            replay: True if the steps that follow are, bit for bit, those that followed the checkpoint before: the numbers from
                 `released` on are given again and counted once. False in every other case: the next number is past all begun.
-            spent: `spent` at the checkpoint; a higher count that is known to this object stays.
+            spent: `spent` at the checkpoint; a higher count in this object or in the bound file stays.
+
+        Raises:
+            GramianError: if `released` is negative, or the bound file cannot be read or written.
         """
         if released < 0:
             raise GramianError(f"released: {released}; expected at least 0")
@@ -195,7 +206,11 @@ class ReleaseCounter:
         return {"released": self._next, "spent": self._spent}
 
     def load_state_dict(self, state: dict[str, int], *, replay: bool = False) -> None:
-        """Set the counter from a `state_dict`, as `restore` does; `replay`: numbers from `released` on are given again."""
+        """Set the counter from a `state_dict`; `replay`: numbers from its `released` on are given again (see `restore`).
+
+        Raises:
+            GramianError: unless the state has two counts, `released` no larger than `spent`.
+        """
         released, spent = state.get("released"), state.get("spent")
         if not is_count(released) or not is_count(spent) or released > spent:
             raise GramianError(
@@ -217,14 +232,22 @@ def is_count(value: Any) -> TypeGuard[int]:
 
 
 def save_private(path: str | os.PathLike[str], state: Any) -> None:
-    """Write tensors and plain values to a torch file of mode 0600, atomically; an older file is replaced."""
+    """Write tensors and plain values to a torch file of mode 0600, atomically; an older file is replaced.
+
+    Raises:
+        GramianError: if the file cannot be written.
+    """
     path = Path(path)
     with _refused_in_one_line(path), replacing(path, private=True) as temporary, temporary.open("wb") as file:
         torch.save(state, file)
 
 
 def load_private(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> Any:
-    """Read a file of `save_private`, without running code from it; warns if other users can read the file."""
+    """Read a file of `save_private`, without running code from it; warns if other users can read the file.
+
+    Raises:
+        GramianError: if the file is missing or cannot be read.
+    """
     path = Path(path)
     try:
         with path.open("rb") as file:
@@ -241,7 +264,7 @@ def load_private(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> 
 
 
 def _read_mark(path: Path) -> int | None:
-    """Number of releases begun in a counter file; None if there is no file. A damaged file is an error, never 0."""
+    """Number of releases begun in a counter file; None if there is no file. A damaged file raises a `GramianError`."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -1,1 +1,1 @@
-"""Poisson sampling: keyed draws, and the loader that yields them."""
+"""Poisson sampling: draws of records determined by a secret key, and the loader that yields them as batches."""

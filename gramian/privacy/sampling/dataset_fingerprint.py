@@ -15,8 +15,8 @@ from torch import Tensor
 def dataset_fingerprint(dataset: Any) -> tuple[int, int]:
     """(length, 63-bit digest of the first, the middle and the last record) of a data set with a length and indices.
 
-    A record that reads differently twice, by random augmentation, is left out. The digest depends on private records: it is for
-    comparing ranks, and for the checkpoint, which is as secret as they are.
+    A record that reads differently twice, by random augmentation, does not enter the digest. The digest depends on private
+    records: it is for comparing ranks, and for the checkpoint, which is as secret as the records.
     """
     size = len(dataset)
     digest = hashlib.blake2b(str(size).encode(), digest_size=8)

@@ -38,7 +38,11 @@ class DrawProgress:
         return again
 
     def check_backward(self, rows: int) -> None:
-        """Raise a `GramianError` if a backward of `rows` is the piece's second, or `rows` is not its number of records."""
+        """Check a backward of `rows` samples on the current piece (micro-batch); without a piece nothing is checked.
+
+        Raises:
+            GramianError: if it is the piece's second backward, or `rows` is not its number of records.
+        """
         if self.piece is None:
             return
         if self.passes_of_piece:
@@ -54,19 +58,19 @@ class DrawProgress:
             )
 
     def end_backward(self) -> None:
-        """Count a backward of the current piece."""
+        """Count a backward of the current piece (micro-batch)."""
         self.passes_of_piece += 1
         self.passes_since_step += 1
 
     def ends_draw(self, next_release: int) -> bool:
         """True if the current piece (micro-batch) is the last of its Poisson draw, so that this step releases the draw.
 
-        False: the step only sets the piece's sum aside. `next_release` is the ledger's next number; a last piece of another
-        draw
-        was released before.
+        False: the step only sets the piece's sum aside. `next_release` is the number of the next release, which is also that of
+        the draw to be released.
 
         Raises:
-            GramianError: unless exactly one draw is under way, and its piece, if it has records, had a backward.
+            GramianError: unless exactly one draw is under way, and its piece, if it has records, had a backward; or if a last
+                piece belongs to a draw that was released before.
         """
         if len(self.draws) != 1 or self.piece is None:
             raise GramianError(

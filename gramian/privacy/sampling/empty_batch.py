@@ -12,7 +12,8 @@ from torch import Tensor
 def without_rows(batch: Any) -> Any:
     """A collated batch with every tensor and array cut to [:0]; tuples, lists, mappings and dataclasses keep their types.
 
-    A list or tuple without any tensor is taken for one value per record, and is emptied.
+    A list or tuple without any tensor is assumed to have one value per record, and is emptied. A read-only mapping becomes a
+    dict. Other values stay as they are.
     """
     if isinstance(batch, Tensor | np.ndarray):
         return batch[:0] if batch.ndim else batch

@@ -19,10 +19,13 @@ _CHUNK = 2**19
 
 
 def draw(key: bytes, draw_number: int, size: int, rate: float) -> NDArray[np.int64]:
-    """Indices, ascending, of one Poisson draw from `size` records: record i takes part, independently, iff u_i < rate.
+    """Indices, ascending, of one Poisson draw from `size` records: record i takes part, independently, if u_i < rate.
 
-    u_i is the 53-bit uniform of words 2i and 2i+1 of the key stream with the draw number (below 2⁹⁶) as nonce. Cost: 8·size
-    bytes of key stream, about 10 ms for a million records.
+    u_i is the 53-bit uniform number made of the 32-bit words 2i and 2i+1 of the key stream with the draw number (below 2⁹⁶) as
+    nonce. Cost: 8·size bytes of key stream, about 10 ms for a million records.
+
+    Raises:
+        GramianError: for a rate outside (0, 1] or without records.
     """
     if not 0 < rate <= 1:
         raise GramianError(f"sample_rate: {rate}; expected a probability in (0, 1]")
@@ -37,15 +40,25 @@ def draw(key: bytes, draw_number: int, size: int, rate: float) -> NDArray[np.int
     return np.concatenate(found)
 
 
-def share(indices: NDArray[np.int64], rank: int, world: int) -> NDArray[np.int64]:
-    """The records of a draw that one rank computes: every `world`-th, from index `rank` on; sizes differ by at most one."""
-    if not 0 <= rank < world:
-        raise GramianError(f"rank: {rank} of {world}; expected 0 to {world - 1}")
-    return indices[rank::world]
+def share(indices: NDArray[np.int64], rank: int, world_size: int) -> NDArray[np.int64]:
+    """The records of a draw that one rank computes: every `world_size`-th, from index `rank` on; sizes differ by at most one.
+
+    Raises:
+        GramianError: if `rank` is not below `world_size`.
+    """
+    if not 0 <= rank < world_size:
+        raise GramianError(f"rank: {rank} of {world_size}; expected 0 to {world_size - 1}")
+    return indices[rank::world_size]
 
 
 def pieces(count_per_rank_max: int, max_physical_batch: int | None) -> int:
-    """Number of pieces (micro-batches) into which every rank splits a draw: as many as the largest share needs, at least 1."""
+    """Number of pieces (micro-batches) into which every rank splits a draw: as many as the largest share needs, at least 1.
+
+    `count_per_rank_max` is the largest number of records of a rank; `max_physical_batch` None: one piece.
+
+    Raises:
+        GramianError: if max_physical_batch is below 1.
+    """
     if max_physical_batch is None:
         return 1
     if max_physical_batch < 1:
@@ -55,7 +68,11 @@ def pieces(count_per_rank_max: int, max_physical_batch: int | None) -> int:
 
 @dataclass(frozen=True)
 class Piece:
-    """One micro-batch of a Poisson draw on one rank: draw number, number in the draw, True if the last, record indices."""
+    """One micro-batch of a Poisson draw on one rank.
+
+    `draw` is the number of the draw, `piece` the number of the micro-batch in it, `last` True for its last, `indices` the
+    records.
+    """
 
     draw: int
     piece: int
@@ -70,13 +87,13 @@ class PoissonBatchSampler(Sampler[list[int]]):
 
     Args:
         key: the sampling key, 32 bytes, the same on every rank.
-        size: records of the complete data set.
-        rate: probability of a record to take part in a draw.
-        steps: draws per epoch.
-        next_draw: returns the number of the first draw when an epoch begins.
+        size: number of records of the complete data set.
+        rate: probability that a record takes part in a draw.
+        steps: number of draws per epoch.
+        next_draw: function that returns the number of the first draw when an epoch begins.
         rank: rank of this process.
-        world: number of ranks.
-        max_physical_batch: most records in one piece; None: the rank's share at once.
+        world_size: number of ranks.
+        max_physical_batch: largest number of records in one piece; None: all of the rank's records.
     """
 
     def __init__(
@@ -88,24 +105,27 @@ class PoissonBatchSampler(Sampler[list[int]]):
         *,
         next_draw: Callable[[], int] = lambda: 0,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
         max_physical_batch: int | None = None,
     ) -> None:
         if steps < 1:
             raise GramianError(f"steps: {steps}; expected at least 1")
         pieces(0, max_physical_batch)
-        share(np.empty(0, np.int64), rank, world)
+        share(np.empty(0, np.int64), rank, world_size)
         self.key = key
+        self.parts: int | None = None
+        """Number of pieces of every draw, for loops that count batches; None: as max_physical_batch says."""
         self.size, self.rate, self.steps = size, rate, steps
-        self.rank, self.world, self.max_physical_batch = rank, world, max_physical_batch
+        self.rank, self.world_size, self.max_physical_batch = rank, world_size, max_physical_batch
         self._next_draw = next_draw
 
     def pieces_of(self, number: int) -> list[Piece]:
         """This rank's pieces (micro-batches) of the draw of this number, in order."""
         indices = draw(self.key, number, self.size, self.rate)
-        mine = share(indices, self.rank, self.world)
-        parts = pieces(len(share(indices, 0, self.world)), self.max_physical_batch)
-        length = self.max_physical_batch or max(1, len(mine))
+        mine = share(indices, self.rank, self.world_size)
+        most = len(share(indices, 0, self.world_size))
+        parts = self.parts or pieces(most, self.max_physical_batch)
+        length = -(-most // parts) if self.parts else self.max_physical_batch or max(1, len(mine))
         return [
             Piece(number, part, part == parts - 1, mine[part * length : (part + 1) * length].tolist())
             for part in range(parts)
@@ -128,5 +148,5 @@ class PoissonBatchSampler(Sampler[list[int]]):
     def __repr__(self) -> str:
         return (
             f"PoissonBatchSampler(size={self.size}, rate={self.rate}, steps={self.steps}, rank={self.rank}, "
-            f"world={self.world}, max_physical_batch={self.max_physical_batch})"
+            f"world_size={self.world_size}, max_physical_batch={self.max_physical_batch})"
         )

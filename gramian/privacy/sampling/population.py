@@ -17,21 +17,22 @@ from gramian.core.errors import GramianError
 from gramian.privacy.sampling.private_loader import PrivateLoader
 
 
-def population(loader: Any, world: int, *, poisson: bool, rate_given: bool) -> int | None:
+def population(loader: Any, world_size: int, *, poisson: bool, rate_given: bool) -> int | None:
     """Number of records that the batches of all processes come from; None where it is not known.
 
-    Poisson draws are from the complete data set. The user's own loader reads what its sampler yields in a pass:
-    `len(sampler)`
-    records on each process. With the data set's length the rate of a record in a subset would be understated.
+    Poisson draws are from the complete data set. The user's own loader reads what its sampler yields in one pass over it:
+    `len(sampler)` records on each process. With the data set's length instead, the sample rate of a record in a subset would be
+    too low.
 
     Args:
         loader: the loader of this process.
-        world: number of processes, whose samplers are assumed to yield different records.
+        world_size: number of processes, whose samplers are assumed to yield different records.
         poisson: True if Poisson draws replace its sampler.
         rate_given: True if the user gave the sample rate, which need not be computed.
 
     Raises:
-        GramianError: for a sampler that Poisson draws would not follow, or whose records may repeat in a pass.
+        GramianError: for a sampler that Poisson draws from all records cannot replace; or, without a given rate, for one that
+            may yield a record several times in a pass.
     """
     dataset = getattr(loader, "dataset", None)
     try:
@@ -48,7 +49,7 @@ def population(loader: Any, world: int, *, poisson: bool, rate_given: bool) -> i
                 "sampler, torch.utils.data.Subset for a part of the data, or poisson_sampling=False"
             )
         return size
-    yielded = _yields(sampler, world)
+    yielded = _yields(sampler, world_size)
     if yielded is None and not rate_given:
         raise GramianError(
             f"sample_rate: the loader's {type(sampler).__name__} may yield a record several times in a pass; "
@@ -62,29 +63,48 @@ def _sampler_of(loader: Any) -> Any:
     batches = getattr(loader, "batch_sampler", None)
     if batches is None:
         return loader.sampler
+    if _of_accelerate(batches, "BatchSamplerShard"):
+        batches = batches.batch_sampler  # each process takes its share of these
     return batches.sampler if type(batches) is BatchSampler else batches
 
 
+def batch_size_of(loader: Any) -> int | None:
+    """Records of a batch of this process, also of a loader that was prepared by Accelerate; None where it is not known."""
+    size, batches = getattr(loader, "batch_size", None), getattr(loader, "batch_sampler", None)
+    if size is not None or batches is None:
+        return size
+    if _of_accelerate(batches, "BatchSamplerShard"):
+        shares = batches.num_processes if batches.split_batches else 1
+        return None if batches.batch_size is None else int(batches.batch_size // shares)
+    return int(batches.batch_size) if type(batches) is BatchSampler else None
+
+
+def _of_accelerate(value: Any, name: str) -> bool:
+    """True for an object of this class of Hugging Face's Accelerate, which need not be installed."""
+    return type(value).__name__ == name and type(value).__module__.startswith("accelerate.")
+
+
 def _goes_over(sampler: Any) -> int | None:
-    """Number of records that a sampler yields once each in a pass, up to padding between processes; None: not known."""
+    """Number of records that a sampler yields once each in a pass (DistributedSampler: on all processes); None: not known."""
     kind = type(sampler)
     if kind is DistributedSampler:
         return len(sampler.dataset)
-    if kind is SequentialSampler or (kind is RandomSampler and not sampler.replacement):
+    shuffles = kind is RandomSampler or _of_accelerate(sampler, "SeedableRandomSampler")
+    if kind is SequentialSampler or (shuffles and not sampler.replacement):
         return len(sampler.data_source) if len(sampler) == len(sampler.data_source) else None
     return None
 
 
-def _yields(sampler: Any, world: int) -> int | None:
+def _yields(sampler: Any, world_size: int) -> int | None:
     """Number of records that the samplers of all processes yield in a pass, if none is yielded twice; None: not known.
 
     Only exact types of samplers are known: a subclass may do anything.
     """
-    kind, everywhere = type(sampler), len(sampler) * world if isinstance(sampler, Sized) else 0
+    kind, everywhere = type(sampler), len(sampler) * world_size if isinstance(sampler, Sized) else 0
     if kind is DistributedSampler:
         return min(everywhere, len(sampler.dataset))
     if kind is SequentialSampler or (kind is RandomSampler and not sampler.replacement):
-        return min(everywhere, len(sampler.data_source) * world)
+        return min(everywhere, len(sampler.data_source) * world_size)
     if kind is WeightedRandomSampler and not sampler.replacement:
         return everywhere
     if kind is SubsetRandomSampler and len({int(index) for index in sampler.indices}) == len(sampler):

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
 from gramian.core.errors import GramianError
@@ -17,20 +18,21 @@ from gramian.privacy.sampling.single_collation import LastBatch
 class PrivateLoader(DataLoader[Any]):
     """A DataLoader of Poisson draws over a loader's data set, in micro-batches (pieces), with all its other settings.
 
-    Each epoch is `len(loader)` draws, counted from `next_draw()` when its iteration begins; what workers had prefetched of a
-    loop that was left is drawn again. `on_piece` is called when a batch is yielded, not when it is loaded. A piece without
-    records is a batch of zero rows. `drop_last`, `shuffle`, `sampler` and `batch_sampler` of the user's loader are not used.
+    Each epoch is `len(loader)` draws, numbered from `next_draw()` when its iteration begins; if a loop is left early, batches
+    that workers had prefetched are drawn again in the next. `on_piece` is called when a batch is yielded, not when it is
+    loaded. A piece without records is a batch of zero rows. `drop_last`, `shuffle`, `sampler` and `batch_sampler` of the user's
+    loader are not used.
 
     Args:
-        loader: the user's; its `dataset` is the complete one.
+        loader: the user's loader; its `dataset` is the complete one.
         key: the sampling key, 32 bytes, the same on every rank.
-        sample_rate: probability of a record to take part in a draw.
-        expected_batch: records of a draw on average, over all ranks; gives the length of an epoch.
-        next_draw: returns the number of the next draw.
+        sample_rate: probability that a record takes part in a draw.
+        expected_batch: average number of records of a draw over all ranks; an epoch has records / expected_batch draws.
+        next_draw: function that returns the number of the next draw.
         on_piece: called with the piece of each batch that is yielded.
         rank: rank of this process.
-        world: number of data-parallel ranks.
-        max_physical_batch: most records in one batch; None: all of this rank's at once.
+        world_size: number of data-parallel ranks.
+        max_physical_batch: largest number of records in one batch; None: all of this rank's at once.
     """
 
     def __init__(
@@ -43,13 +45,15 @@ class PrivateLoader(DataLoader[Any]):
         next_draw: Callable[[], int],
         on_piece: Callable[[Piece], None] = lambda piece: None,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
         max_physical_batch: int | None = None,
     ) -> None:
         size = _records_of(loader)
         if not expected_batch > 0:
             raise GramianError(f"expected_batch: {expected_batch}; expected more than 0")
         self._on_piece = on_piece
+        self._device = getattr(loader, "device", None)  # of a loader that Accelerate prepared
+        self._is_accelerate_prepared = True  # Accelerate's prepare() leaves it as it is: draws are shared out already
         self._draws = PoissonBatchSampler(
             key,
             size,
@@ -57,7 +61,7 @@ class PrivateLoader(DataLoader[Any]):
             max(1, round(size / expected_batch)),
             next_draw=next_draw,
             rank=rank,
-            world=world,
+            world_size=world_size,
             max_physical_batch=max_physical_batch,
         )
         self._batches = _FilledPieces(self._draws)
@@ -81,17 +85,32 @@ class PrivateLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield the batches of an epoch in order; a micro-batch without records is a batch of zero rows."""
+        for piece, batch in self.pieces():
+            self.begin(piece, batch)
+            yield batch
+
+    def pieces(self) -> Iterator[tuple[Piece, Any]]:
+        """Yield (piece, batch) of an epoch, for loops that read ahead: `begin` must be called before each batch's forward."""
         batches = super().__iter__()
         begun = self._batches.begun
         for batch in batches:
             while not (piece := begun.popleft()).indices:
-                yield self._report(piece, self.empty_batch())
-            yield self._report(piece, batch)
+                yield piece, self._placed(self.empty_batch())
+            yield piece, self._placed(batch)
         while begun:
-            yield self._report(begun.popleft(), self.empty_batch())
+            yield begun.popleft(), self._placed(self.empty_batch())
+
+    def _placed(self, batch: Any) -> Any:
+        """The batch on the device that Accelerate chose; as it is without Accelerate."""
+        if self._device is None:
+            return batch
+        return pytree.tree_map(lambda leaf: leaf.to(self._device) if hasattr(leaf, "to") else leaf, batch)
 
     def draws(self) -> Iterator[Iterator[Any]]:
-        """Yield, for each Poisson draw of an epoch, an iterator over the batches of its micro-batches, to be run to its end."""
+        """Yield, for each Poisson draw of an epoch, an iterator over its micro-batches.
+
+        Each iterator must be run to its end before the next draw is asked for.
+        """
         batches = iter(self)
 
         def pieces(batch: Any) -> Iterator[Any]:
@@ -102,8 +121,12 @@ class PrivateLoader(DataLoader[Any]):
         for first in batches:
             yield pieces(first)
 
+    def split(self, parts: int) -> None:
+        """From the next epoch on, yield every draw in exactly `parts` micro-batches, some of which may have no records."""
+        self._draws.parts = parts
+
     def rekey(self, key: bytes) -> None:
-        """Use another sampling key, that of a loaded checkpoint, from the next draw that is made."""
+        """Use another sampling key, that of a loaded checkpoint, for all draws that are made from now on."""
         self._draws.key = key
 
     def __len__(self) -> int:
@@ -117,10 +140,14 @@ class PrivateLoader(DataLoader[Any]):
                 self._empty = (without_rows(self.collate_fn([self.dataset[0]])),)
         return copy.copy(self._empty[0])
 
-    def _report(self, piece: Piece, batch: Any) -> Any:
+    def begin(self, piece: Piece, batch: Any) -> None:
+        """Begin a piece (micro-batch) that `pieces` yielded, so that the next forward and backward are counted as its own.
+
+        Raises:
+            GramianError: if an earlier draw was summed and no optimizer step released it.
+        """
         self._on_piece(piece)
         self._last = (piece, batch)
-        return batch
 
     def last_batch(self) -> LastBatch:
         """The batch that was yielded last, and a function that collates each of its records alone."""
@@ -134,9 +161,10 @@ class PrivateLoader(DataLoader[Any]):
 
 
 class _FilledPieces:
-    """Batch sampler of `PrivateLoader`: index lists of the micro-batches that have records, and a queue of all, in order.
+    """Batch sampler of `PrivateLoader`: yields the index lists of the micro-batches that have records.
 
-    Workers never see an empty list, which many data sets cannot index.
+    The queue `begun` gets all micro-batches, also empty ones, in order. Workers never see an empty list, which many data sets
+    cannot index.
     """
 
     def __init__(self, draws: PoissonBatchSampler) -> None:

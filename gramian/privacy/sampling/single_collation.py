@@ -13,9 +13,10 @@ from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.proof.single_unit import SampleAlone
 
 MOST_ALONE = 4
-"""Largest number of samples of a batch that are collated alone."""
+"""Largest number of samples of a batch that are collated alone (each as a batch of one)."""
 LARGEST_CUT = 2
-"""Largest number of tokens that the user's loop may cut off a batch (language models drop the last)."""
+"""Largest number of tokens that the user's loop may cut off a batch before the model sees it (language models drop the last).
+"""
 
 Path = tuple[Any, ...]
 """Keys and indices that lead from the root of a batch to a tensor."""
@@ -34,9 +35,9 @@ class LastBatch:
     def samples_alone(self, samples: SampleArguments, among: Collection[int]) -> list[SampleAlone]:
         """Up to 4 of the samples numbered in `among`, each collated alone, as arguments of the model.
 
-        Their lengths differ where possible, shortest first. It is one sample if none is padded, and none if the arguments
-        are not
-        those of this batch. Cost: one record read and collated for each sample of the batch.
+        Padded samples are chosen, of different lengths where possible, shortest first; a single sample if none is padded. The
+        list is empty if the arguments `samples` are not those of this batch. Cost: one record read and collated for each sample
+        of the batch.
         """
         tensors = _tensors(self.batch)
         places = {
@@ -59,7 +60,9 @@ class LastBatch:
     ) -> SampleAlone | None:
         """Sample `row` alone, as arguments of the model; None if it differs from the batch's (random augmentation).
 
-        Arguments that the user made of a batch (positions, lengths) become the sample's row, cut to the sample's tokens.
+        `places` tells which tensor of the batch each argument comes from, and `single` has the tensors of the sample collated
+        alone. An argument that the user made of a batch (positions, lengths) becomes the sample's row, cut to the sample's
+        tokens.
         """
         tensors, taken, left, cut = _tensors(self.batch), list(samples.leaves), False, dict[int, int]()
         for number, place in places.items():
@@ -98,7 +101,7 @@ class _Place:
 
     @classmethod
     def of(cls, path: Path, tensor: Tensor, mine: Tensor) -> "_Place | None":
-        """The place of the argument `mine` in one tensor of the batch, perhaps cut; None if it does not come from it."""
+        """The place of the argument `mine` in one tensor of the batch, up to 2 tokens cut off; None if it is not from it."""
         if _same(tensor, mine):
             return cls(path, 0, 0)
         if tensor.dim() < 2 or tensor.dim() != mine.dim():
@@ -115,7 +118,7 @@ class _Place:
 class RecordingCollate:
     """A collate function that stores the records and the batch of its last call, if it ran in this process.
 
-    With DataLoader workers nothing is stored here, and a slice of the batch stands in for the sample alone.
+    With DataLoader workers nothing is stored here, and proofs use a slice of the batch in place of a sample collated alone.
     """
 
     def __init__(self, collate: Callable[[Sequence[Any]], Any]) -> None:
@@ -151,7 +154,7 @@ def _tensors(batch: Any) -> dict[Path, Tensor]:
 
 
 def _plain(batch: Any) -> Any:
-    """A batch with mappings and dataclasses of any class as dicts, which pytree enters."""
+    """A batch with mappings and dataclasses of any class converted to dicts, which `torch.utils._pytree` can flatten."""
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         batch = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     if isinstance(batch, Mapping):
@@ -164,7 +167,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _ends(alone: Tensor, row: Tensor) -> bool | None:
-    """True if a record's tokens end a row of the batch, False if they begin it, None if they are not there."""
+    """True if a record's tokens are the end of a row of the batch (padded left), False if its beginning, None if neither."""
     if alone.dim() != row.dim() or any(here > there for here, there in zip(alone.shape, row.shape, strict=True)):
         return None
     begins = row[tuple(slice(0, size) for size in alone.shape)]

@@ -1,10 +1,9 @@
-"""Per-sample gradients of one parameter, stored as factors: sample i's gradient g_i is formed only where it is asked for.
+"""Per-sample gradients of one parameter, stored as factors: sample i's gradient g_i is formed only if it is asked for.
 
-A site explains the gradient of each of its parameters as one of these forms, sums over the tokens t of a sample: `Outer`
-(Σ_t l_t r_tᵀ: linear layers), `Summed` (Σ_t g_t: biases), `Normed` (Σ_t g_t ⊙ x̂_t: scales of norm layers), `Indexed` (rows
-of
-an embedding), `Convolved` (convolutions) and `ExplicitGradient` (a tensor per sample: the generic fallback). `join` sums
-several uses of one parameter per sample before anything is squared.
+A site (the rules for one kind of layer) returns the gradient of each parameter in one of these forms, sums over the tokens t of
+a sample: `Outer` (Σ_t l_t r_tᵀ: linear layers), `Summed` (Σ_t g_t: biases), `Normed` (Σ_t g_t ⊙ x̂_t: scales of norm layers),
+`Indexed` (rows of an embedding), `Convolved` (convolutions) and `ExplicitGradient` (a tensor per sample, for layers without a
+formula). `join` sums several uses of one parameter sample by sample, before norms or squares are computed.
 """
 
 from gramian.taps.gradients.convolved import Convolved

@@ -1,4 +1,4 @@
-"""The gradient of a convolution's weight, without unfolding its input.
+"""Per-sample gradients of a convolution's weight, without copying its input into patches (unfolding).
 
 Samples are folded into the groups of one convolution: with R images, C channels and O outputs in q groups, the weight
 gradient of a convolution over [1, R·C, …] with R·q groups *is* the R per-sample gradients. No patch is copied.
@@ -94,7 +94,11 @@ class Convolved(PerSampleGradient):
         return (along_images.reshape(along_outputs.shape) * along_outputs).sum((1, 3))
 
     def regroup(self, units: Units) -> ExplicitGradient:
-        """Gradients of units (groups of rows): the per-sample gradients [B, *shape], formed and summed by unit."""
+        """Gradients of units (groups of rows): the per-sample gradients [B, *shape], formed and summed by unit.
+
+        Raises:
+            GramianError: if units are groups of tokens.
+        """
         return ExplicitGradient(units.sum_rows(self.per_sample()), self.dtype)
 
     def tensors(self) -> list[Tensor]:
@@ -102,7 +106,7 @@ class Convolved(PerSampleGradient):
         return [self.images_BK, self.gradients_BK]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The same convolution gradient, with `function` applied to the images and to the output gradients."""
+        """A new `Convolved` with `function` applied to the images and to the output gradients."""
         return type(self)(function(self.images_BK), function(self.gradients_BK), self.geometry)
 
     def weighted_total(self, weights_B: Tensor, dtype: torch.dtype) -> Tensor:
@@ -126,5 +130,5 @@ def _weight_gradient(images: Tensor, gradients: Tensor, geometry: Geometry) -> T
 
 
 def _restrided(t: Tensor) -> Tensor:
-    """A contiguous tensor with standard strides on axes of size 1; PyTorch takes other strides for channels_last and fails."""
+    """A contiguous tensor with standard strides on axes of size 1; with others PyTorch assumes channels_last and fails."""
     return t.view(-1).view(t.shape) if t.is_contiguous() else t

@@ -1,4 +1,4 @@
-"""Random directions of a parameter, on which two gradients of it are compared."""
+"""Random directions in the space of a parameter; two gradients of it are compared by their projections on these."""
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ COUNT = 8
 class Directions:
     """K random matrices u_k v_kᵀ of normal entries, for a parameter seen as a matrix [M, N]: its first axis, and the rest.
 
-    ⟨u_k v_kᵀ, Δ⟩ has mean 0 and variance ‖Δ‖², so a difference Δ of two gradients shows by its own size. The entries are the
-    same for all parameters of one shape, and are rounded to 1/32, so that every dtype represents them exactly.
+    For a difference Δ of two gradients, ⟨u_k v_kᵀ, Δ⟩ has mean 0 and variance ‖Δ‖². The entries are the same for all parameters
+    of one shape, and are rounded to 1/32, so that every dtype represents them exactly. If N is 1, v_k is 1.
     """
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:

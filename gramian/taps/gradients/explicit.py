@@ -1,4 +1,4 @@
-"""A per-sample gradient that is stored as such: one tensor for each sample."""
+"""Per-sample gradients that are stored as they are: one gradient tensor for each sample."""
 
 from collections.abc import Callable
 from typing import Self
@@ -44,7 +44,11 @@ class ExplicitGradient(PerSampleGradient):
         return wide_norms(flat(self.gradients_B)).sum()
 
     def regroup(self, units: Units) -> "ExplicitGradient":
-        """The gradients of units (groups of rows): the stored gradients, summed over the rows of each unit."""
+        """The gradients of units (groups of rows): the stored gradients, summed over the rows of each unit.
+
+        Raises:
+            GramianError: if units are groups of tokens.
+        """
         return ExplicitGradient(units.sum_rows(self.per_sample()), self.dtype)
 
     def tensors(self) -> list[Tensor]:
@@ -52,7 +56,7 @@ class ExplicitGradient(PerSampleGradient):
         return [self.gradients_B]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The same object, with `function` applied to the stored gradients [B, *shape]."""
+        """A new `ExplicitGradient` with `function` applied to the stored gradients [B, *shape]."""
         return type(self)(function(self.gradients_B), self.dtype)
 
     def squared_norms(self, choice: str = "auto") -> Tensor:

@@ -47,7 +47,7 @@ class Indexed(PerSampleGradient):
         return wide_norms(self.rows_BTD).sum()
 
     def projected(self, directions: Directions) -> Tensor:
-        """Terms u_k[index] (g·v_k) [B·T, K] of each token's output gradient g, for K directions u_k v_kᵀ."""
+        """Terms u_k[index] (g·v_k) [B·T, K] of each token's output gradient g, for K directions u_k v_kᵀ of the table."""
         rows = self.rows_BTD.flatten(0, 1)
         along_rows = wide_mm(rows, directions.sides(rows.dtype)[1])
         return directions.sides(along_rows.dtype)[0][self.index_BT.flatten()] * along_rows
@@ -57,7 +57,7 @@ class Indexed(PerSampleGradient):
         return [self.index_BT, self.rows_BTD]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The same table's gradient, with `function` applied to the indices and to the output gradients."""
+        """A new `Indexed` of the same table with `function` applied to the indices and to the output gradients."""
         return type(self)(function(self.index_BT), function(self.rows_BTD), self.shape[0])
 
     @property
@@ -74,7 +74,7 @@ class Indexed(PerSampleGradient):
         return "sorted rows"
 
     def squared_norms(self, choice: str = "auto") -> Tensor:
-        """‖g_i‖² of every sample: [B]. Sorts a sample's tokens, sums runs of equal index, squares.
+        """‖g_i‖² of every sample: [B]. Sorts a sample's tokens by index, sums those of equal index, squares the sums.
 
         Takes B·T·(D + log T) operations and no V×D buffer, and does not wait for the device; `choice` has no effect.
         """

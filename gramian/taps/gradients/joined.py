@@ -1,7 +1,8 @@
-"""Several uses of one parameter (tied weights, a module called twice) are summed per sample before squaring.
+"""The sum of the per-sample gradients of several uses of one parameter (tied weights, a module called twice).
 
-With g_k the gradient of use k, ‖Σ_k g_k‖² = Σ_k ‖g_k‖² + 2 Σ_{j<k} ⟨g_j, g_k⟩. Uses of the same form are concatenated along
-their tokens, which gives all cross terms for free; for an embedding [V, D] tied to a linear head they cost T², not V·D.
+With g_k the gradient of use k, ‖Σ_k g_k‖² = Σ_k ‖g_k‖² + 2 Σ_{j<k} ⟨g_j, g_k⟩. Uses of the same form (two linear layers) are
+concatenated along their tokens, so that no inner product has to be computed. For an embedding [V, D] tied to a linear head an
+inner product costs 2·T²·D FLOPs per sample, and no gradient [V, D] is formed.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,12 +22,12 @@ from gramian.taps.gradients.summed import Summed
 from gramian.taps.units import Units
 
 CANCELLED = 1e-2
-"""If the squared norm of a sum is below this fraction of the sum of its parts' squared norms, it is computed again from
-the written-out gradient."""
+"""If the squared norm of a sum of uses is below this fraction of the sum of the uses' squared norms, it is computed again from
+the explicitly formed gradient."""
 
 
 def join(parts: Sequence[PerSampleGradient]) -> PerSampleGradient:
-    """One per-sample gradient for all uses (`parts`) of a parameter in one pass, concatenated if they have a common form."""
+    """One per-sample gradient for all uses (`parts`) of a parameter in one backward: a `Joined`, or their one common form."""
     if len(parts) == 1:
         return parts[0]
     outers = [part for part in parts if isinstance(part, Outer)]
@@ -55,7 +56,7 @@ class Joined(PerSampleGradient):
         self.summed_wide = all(part.summed_wide for part in parts)
 
     def per_sample(self) -> Tensor:
-        """The gradients [B, *shape]: the uses' written-out gradients, summed sample by sample."""
+        """The gradients [B, *shape]: the gradients of all uses, formed and summed sample by sample."""
         return torch.stack([part.per_sample() for part in self.parts]).sum(0)
 
     def total(self) -> Tensor:
@@ -75,7 +76,7 @@ class Joined(PerSampleGradient):
         return torch.cat([part.projected(directions) for part in self.parts])
 
     def regroup(self, units: Units) -> PerSampleGradient:
-        """The same gradients by unit (group of rows or tokens) instead of by row: each use is regrouped by itself."""
+        """The gradients of units (groups of rows or tokens) instead of rows: each use is regrouped by itself."""
         return Joined([part.regroup(units) for part in self.parts])
 
     def tensors(self) -> list[Tensor]:
@@ -83,12 +84,12 @@ class Joined(PerSampleGradient):
         return [t for part in self.parts for t in part.tensors()]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The same sum of uses, with `function` applied to every tensor that a use stores."""
+        """A new `Joined` of the same uses with `function` applied to every tensor that a use stores."""
         return type(self)([part.mapped(function) for part in self.parts])
 
     @property
     def tokens(self) -> int:
-        """Number of tokens per sample of the use that has most."""
+        """Largest number of tokens per sample among the uses."""
         return max(part.tokens for part in self.parts)
 
     def weighted_total(self, weights_B: Tensor, dtype: torch.dtype) -> Tensor:
@@ -97,7 +98,7 @@ class Joined(PerSampleGradient):
         return torch.stack([part.weighted_total(weights_B, wide) for part in self.parts]).sum(0).to(dtype)
 
     def algorithm(self, choice: Algorithm) -> str:
-        """Names of the uses' algorithms for squared norms and "cross" for their inner products; "direct" if `choice` is."""
+        """Text that names the uses' norm algorithms and "cross" (inner products), joined by " + "; "direct" if `choice` is."""
         return (
             "direct" if choice == "direct" else " + ".join(part.algorithm(choice) for part in self.parts) + " + cross"
         )
@@ -106,7 +107,7 @@ class Joined(PerSampleGradient):
         """‖g_i‖² of every sample: [B]. Squared norms of the uses plus twice their inner products.
 
         Samples whose uses nearly cancel (below CANCELLED), and all samples with `choice` "direct", are computed from the
-        written-out gradient.
+        explicitly formed gradient.
         """
         if choice == "direct":
             return super().squared_norms()
@@ -119,10 +120,10 @@ class Joined(PerSampleGradient):
 
 
 def inner(left: PerSampleGradient, right: PerSampleGradient) -> Tensor:
-    """⟨g_i, h_i⟩ of two per-sample gradients `left` and `right` of one parameter: [B].
+    """Inner product ⟨g_i, h_i⟩ of sample i's gradients g_i in `left` and h_i in `right`, of one parameter: [B].
 
     Linear head (Σ_t l_t r_tᵀ) with an embedding (S lookups x_s, output gradients δ_s): Σ_s δ_s · Σ_t l_t[x_s] r_t, 2·B·T·S·D
-    FLOPs and two buffers [B, S, ·]. Any other pair is written out, a chunk of samples at a time.
+    FLOPs and two buffers [B, S, ·]. The gradients of any other pair are formed, a chunk of samples at a time.
     """
     if isinstance(left, Outer) and isinstance(right, Indexed):
         index_BTS = right.index_BT[:, None, :].expand(-1, left.left_BTM.shape[1], -1)

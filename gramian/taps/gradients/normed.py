@@ -1,4 +1,4 @@
-"""The gradient of a norm layer's scale: Σ_t g_t ⊙ x̂_t over tokens, with the normalised input x̂ computed again."""
+"""Per-sample gradients of a norm layer's scale, Σ_t g_t ⊙ x̂_t over tokens t: output gradient times normalised input x̂."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -46,7 +46,7 @@ class Normed(Summed):
 
     @cached_property
     def tokens_BTN(self) -> Tensor:  # type: ignore[override]
-        """Output gradient times normalised input, g_t ⊙ x̂_t, of every token: [B, T, N] in float32, or float64."""
+        """Output gradient times normalised input, g_t ⊙ x̂_t, of every token: [B, T, N] in float32 or float64; cached."""
         x = self.inputs_BTN.float() if self.rounded else wide(self.inputs_BTN)
         if self.centred:
             x = x - x.mean(-1, keepdim=True)
@@ -54,7 +54,10 @@ class Normed(Summed):
         return wide(self.gradients_BTN) * (wide(hat.to(self.inputs_BTN.dtype)) if self.rounded else hat)
 
     def per_sample(self) -> Tensor:
-        """Gradient of the scale for every sample, Σ_t (output gradient ⊙ normalised input): [B, *shape]. One pass on CUDA."""
+        """Gradient of the scale for every sample, Σ_t (output gradient ⊙ normalised input): [B, *shape].
+
+        On CUDA one kernel computes it without storing the products [B, T, N] (not in float64).
+        """
         if self.inputs_BTN.is_cuda and self.inputs_BTN.dtype != torch.float64:
             scale_BN, _ = normed_sums(self.inputs_BTN, self.gradients_BTN, self.eps, self.centred)
             return scale_BN.reshape(self.batch, *self.shape)
@@ -66,7 +69,7 @@ class Normed(Summed):
         return self.inputs_BTN.shape[1]
 
     def projected(self, directions: Directions) -> Tensor:
-        """Terms ⟨u_k v_kᵀ, g_t ⊙ x̂_t⟩ [B·T, K] of each token, for K directions u_k v_kᵀ; they sum to that of `total()`."""
+        """Terms ⟨u_k v_kᵀ, g_t ⊙ x̂_t⟩ [B·T, K] of each token, for K directions; their sum is ⟨u_k v_kᵀ, total()⟩."""
         products_BTN = self.mapped(lambda t: t).tokens_BTN
         return Summed(products_BTN, self.shape).projected(directions)
 
@@ -75,6 +78,6 @@ class Normed(Summed):
         return [self.inputs_BTN, self.gradients_BTN]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The same scale's gradient, with `function` applied to the layer's inputs and to its output gradients."""
+        """A new `Normed` with `function` applied to the layer's inputs and to its output gradients."""
         tensors = function(self.inputs_BTN), function(self.gradients_BTN)
         return type(self)(*tensors, self.shape, self.eps, self.centred, self.rounded)

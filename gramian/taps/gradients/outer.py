@@ -54,7 +54,10 @@ class Outer(PerSampleGradient):
         return (wide_norms(self.left_BTM) * wide_norms(self.right_BTN)).sum()
 
     def projected(self, directions: Directions) -> Tensor:
-        """Terms (l_t·u_k)(r_t·v_k) [B·T, K] of each token's vectors l_t, r_t for K directions; they sum to the total's."""
+        """Terms (l_t·u_k)(r_t·v_k) [B·T, K] of each token's vectors l_t, r_t for K directions u_k v_kᵀ.
+
+        Their sum over tokens is u_kᵀ total() v_k.
+        """
         left, right = self.left_BTM.flatten(0, 1), self.right_BTN.flatten(0, 1)
         along_left = wide_mm(left, directions.sides(left.dtype)[0])
         return along_left * wide_mm(right, directions.sides(right.dtype)[1])
@@ -64,7 +67,7 @@ class Outer(PerSampleGradient):
         return [self.left_BTM, self.right_BTN]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The same outer products, with `function` applied to the left and to the right side."""
+        """A new `Outer` with `function` applied to the left tensor [B, T, M] and to the right tensor [B, T, N]."""
         return type(self)(function(self.left_BTM), function(self.right_BTN))
 
     @property
@@ -76,7 +79,7 @@ class Outer(PerSampleGradient):
         """Σ_i c_i L_iᵀR_i over samples with the weights c = `weights_B`: [M, N] in `dtype`. 2·B·T·M·N FLOPs.
 
         In half precision every sample's product is weighted in its accumulator: c·R, rounded to half, would not cancel over
-        tokens where R does. In float32 and float64 the narrower side is scaled, one pass over it.
+        tokens where R does. In float32 and float64 the side with fewer features is scaled, one pass over it.
         """
         left, right = self.left_BTM, self.right_BTN
         if torch.float16 in (left.dtype, right.dtype) or torch.bfloat16 in (left.dtype, right.dtype):
@@ -89,7 +92,7 @@ class Outer(PerSampleGradient):
         return wide_mm(left.mT, right).to(dtype)
 
     def algorithm(self, choice: Algorithm) -> str:
-        """Name of the algorithm for squared norms: "rank1" for one token, else `choice`; the cheaper one if that is "auto"."""
+        """Name of the algorithm for squared norms: "rank1" for one token per sample, else `choice`; "auto": the cheaper one."""
         tokens = self.left_BTM.shape[1]
         return choose(tokens, *self.shape) if choice == "auto" or tokens == 1 else choice
 
@@ -113,17 +116,18 @@ class Outer(PerSampleGradient):
 
 
 def gram_of(outers: Sequence[Outer]) -> tuple[Tensor, Tensor]:
-    """Σ_k ‖L_kᵀR_k‖² of every sample as ⟨LLᵀ, RRᵀ⟩, for gradients k that share a side, whose Gram is formed once.
+    """Σ_k ‖L_kᵀR_k‖² of every sample as ⟨LLᵀ, RRᵀ⟩, for gradients k that share a side, whose Gram matrix is formed once.
 
-    Every entry of the two Grams carries an independent rounding error of ε‖x_s‖‖x_t‖, so the sum is off by about
-    ε·Σ_t‖l_t‖²‖r_t‖². Where that is not small beside the result (large common activations, output gradients that cancel),
-    digits are lost and the direct form is called for. B·T²·(M+N) FLOPs.
+    Every entry (s, t) of the two Gram matrices has an independent rounding error of ε‖x_s‖‖x_t‖, x = l or r, so the sum has one
+    of about ε·Σ_t‖l_t‖²‖r_t‖². If that is not small beside the result (large common activations, output gradients that cancel),
+    digits are lost, and the direct form, which forms LᵀR, is needed. B·T²·(M+N) FLOPs.
 
     Args:
         outers: one to four gradients, all with the same left side or all with the same right side.
 
     Returns:
-        squares [B], and a mask [B], True for samples to be computed again by the direct form. Does not wait for the device.
+        The squared norms [B], and a mask [B], True for samples to be computed again by the direct form. Does not wait for the
+        device.
     """
     first = outers[0]
     if len(outers) > 1 and same_tensor(first.left_BTM, outers[1].left_BTM):
@@ -135,7 +139,7 @@ def gram_of(outers: Sequence[Outer]) -> tuple[Tensor, Tensor]:
 
 
 def direct_of(outer: Outer) -> tuple[Tensor, Tensor]:
-    """‖LᵀR‖² of every sample by the direct form [B], and a mask [B], True if tokens cancel so much that digits are lost."""
+    """‖LᵀR‖² of every sample [B], with LᵀR formed, and a mask [B], True if tokens cancel so much that digits are lost."""
     squares_B = direct_squares(outer.left_BTM, outer.right_BTN)
     diagonal_B = (wide_norms(outer.left_BTM) * wide_norms(outer.right_BTN)).square().sum(1)
     return squares_B, _cancels(squares_B, diagonal_B)

@@ -17,15 +17,15 @@ from gramian.taps.units import Units
 class PerSampleGradient(ABC):
     """The gradients g_1 … g_B of one parameter for B samples, stored as the tensors from which they are computed on demand.
 
-    All results are in float32, or float64 for float64 layers. Loss scale and reduction are not applied: these are the
-    gradients
-    that the backward pass carries. A "token" is one position of a sample at which the parameter acts.
+    All results are in float32, or float64 for float64 layers. They are parts of the gradient that the backward computes, with
+    the user's loss scale and reduction (1/B of a mean loss) in them. A "token" is one position of a sample at which the
+    parameter acts. A sample may also be a unit: a group of rows or tokens that counts as one sample.
     """
 
     shape: tuple[int, ...]
     """Shape of the parameter."""
     batch: int
-    """B, the number of samples (units)."""
+    """Number B of samples, or of units after `regroup`."""
     dtype: torch.dtype
     """The narrowest dtype of the tensors that the gradients were computed from: it bounds their accuracy."""
     summed_wide = True
@@ -34,7 +34,7 @@ class PerSampleGradient(ABC):
 
     @abstractmethod
     def per_sample(self) -> Tensor:
-        """The gradient of every sample, written out: [B, *shape]. Takes B times the memory of the parameter."""
+        """The gradient of every sample, formed explicitly: [B, *shape]. Takes B times the memory of the parameter."""
 
     @abstractmethod
     def total(self) -> Tensor:
@@ -46,10 +46,10 @@ class PerSampleGradient(ABC):
 
     @abstractmethod
     def magnitude(self) -> Tensor:
-        """Σ over tokens of the norm of a token's gradient, 0-dim: an upper bound of ‖total‖ that rounding scales with."""
+        """Σ over all tokens of the norm of a token's gradient, 0-dim: an upper bound of ‖total()‖, which bounds rounding."""
 
     def projected(self, directions: Directions) -> Tensor:
-        """Terms [n, K] whose sum is u_kᵀ(Σ_i g_i)v_k for K directions u_k v_kᵀ; one row per token where that is cheap."""
+        """Terms [n, K] whose sum over n is u_kᵀ(Σ_i g_i)v_k for K directions u_k v_kᵀ: n is 1, or B·T in subclasses."""
         return directions.project(self.total())[None]
 
     @abstractmethod
@@ -58,7 +58,7 @@ class PerSampleGradient(ABC):
 
     @abstractmethod
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The same kind of gradient, with `function` applied to each of the stored tensors [B, …]."""
+        """A new gradient of the same class, with `function` applied to each of the stored tensors [B, …]."""
 
     def select(self, start: int, stop: int) -> Self:
         """The gradients of samples start … stop-1 only; their tensors are views."""
@@ -69,12 +69,16 @@ class PerSampleGradient(ABC):
         return self.mapped(torch.clone)
 
     def regroup(self, units: Units) -> "PerSampleGradient":
-        """The gradients of units (groups of rows or tokens) instead of rows: the tokens [B, T, …] are laid out by unit."""
+        """The gradients of units (groups of rows or tokens) instead of rows: the stored tokens [B, T, …], grouped by unit.
+
+        Raises:
+            GramianError: if units are groups of tokens, and the layer has another number of tokens per row.
+        """
         return self.mapped(units.gather_tokens)
 
     @property
     def tokens(self) -> int:
-        """Number of tokens per sample; 1 where a sample is not made of tokens."""
+        """Number of tokens per sample; 1 if gradients are not stored by token."""
         return 1
 
     def weighted_total(self, weights_B: Tensor, dtype: torch.dtype) -> Tensor:
@@ -89,7 +93,7 @@ class PerSampleGradient(ABC):
         return "direct"
 
     def squared_norms(self, choice: Algorithm = "auto") -> Tensor:
-        """‖g_i‖² of the gradient g_i of every sample: [B], by the algorithm `choice`."""
+        """‖g_i‖² of the gradient g_i of every sample: [B]; here from the formed gradients, `choice` matters in subclasses."""
         return torch.cat([wide_norms(flat(part.per_sample())).square() for part in self.chunks()])
 
     def sum_of_squares(self) -> Tensor:
@@ -100,11 +104,11 @@ class PerSampleGradient(ABC):
         return squares
 
     def per_sample_zeros(self) -> Tensor:
-        """A tensor of zeros of the parameter's shape, in the dtype of the results."""
+        """A tensor of zeros of the parameter's shape (not one per sample), in the dtype of the results."""
         return self.select(0, 0).per_sample().sum(0)
 
     def chunks(self) -> Iterator["PerSampleGradient"]:
-        """Yield the gradients of consecutive samples, so few that they fit in memory written out; one empty group if B is 0."""
+        """Yield the gradients of consecutive groups of samples, small enough to be formed at once; an empty one if B is 0."""
         for start in range(0, max(self.batch, 1), self._chunk):
             yield self.select(start, min(start + self._chunk, self.batch))
 

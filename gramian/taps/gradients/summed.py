@@ -1,4 +1,4 @@
-"""The gradient of a parameter that is added to every token (a bias) or scales it (γ): the sum of token gradients Σ_t g_t."""
+"""Per-sample gradients that are sums Σ_t g_t of token gradients: of a bias, which is added to every token, or a scale γ."""
 
 from collections.abc import Callable
 from typing import Self
@@ -51,7 +51,7 @@ class Summed(PerSampleGradient):
         return wide_norms(self.tokens_BTN).sum()
 
     def projected(self, directions: Directions) -> Tensor:
-        """Terms ⟨u_k v_kᵀ, g_t⟩ [B·T, K] of each token's gradient g_t, for K directions u_k v_kᵀ; sum: that of `total()`."""
+        """Terms ⟨u_k v_kᵀ, g_t⟩ [B·T, K] of each token's gradient g_t, for K directions; their sum is ⟨u_k v_kᵀ, total()⟩."""
         tokens = self.tokens_BTN.flatten(0, 1)
         if len(self.shape) != 1:  # products of entries have too many digits for half precision
             tokens = wide(tokens)
@@ -59,7 +59,7 @@ class Summed(PerSampleGradient):
         return wide_mm(tokens, (left_MK[:, None] * right_NK).flatten(0, 1))
 
     def regroup(self, units: Units) -> "Summed":
-        """The gradients of units (groups of rows or tokens): the token gradients [B, T, N] laid out by unit."""
+        """The gradients of units (groups of rows or tokens): the token gradients [B, T, N] grouped by unit."""
         return Summed(units.gather_tokens(self.tokens_BTN), self.shape, self.dtype)
 
     def tensors(self) -> list[Tensor]:
@@ -67,7 +67,7 @@ class Summed(PerSampleGradient):
         return [self.tokens_BTN]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The same sum over tokens, with `function` applied to the token gradients [B, T, N]."""
+        """A new `Summed` with `function` applied to the token gradients [B, T, N]."""
         return type(self)(function(self.tokens_BTN), self.shape, self.dtype)
 
     @property

@@ -1,1 +1,1 @@
-"""The user's model as capture sees it: its names, its layers, its state, and how to preserve that."""
+"""Access to the user's model: its layers and their names, copies of its state to restore, eager runs of compiled modules."""

@@ -1,7 +1,7 @@
-"""Batches without rows run on one row of zeros, which is cut from the outputs again: many models need a row.
+"""Run batches without rows on one row of zeros, which is removed from the outputs, because many models fail on no rows.
 
-Under FSDP2 every process must gather weights in one order, which depends on the identity of output tensors: the root's output
-is another tensor than its last layer's on a process without rows, so it must be on all processes (`apart`).
+Under FSDP2 all processes must gather weights in the same order. The order depends on whether the root's output is the same
+tensor object as its last layer's output. On a process without rows it is not, so `apart` makes it another one on all processes.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ def with_a_row(arguments: Any) -> Any:
 
 
 def without_a_row(output: Any) -> Any:
-    """Cut the row of zeros from the outputs, in the same graph: [1, …] becomes [0, …]. A 0-dim loss stays."""
+    """Remove the row of zeros from the outputs, in the same graph: [1, …] becomes [0, …]. A 0-dim loss stays."""
 
     def cut(value: Any) -> Any:
         one = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == 1

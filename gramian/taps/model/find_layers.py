@@ -1,4 +1,4 @@
-"""Find the layers of a model that have a site, and its trainable parameters, under the user's names."""
+"""Find the layers of a model that can be tapped, and its trainable parameters, under the user's names."""
 
 from dataclasses import dataclass, replace
 
@@ -14,27 +14,28 @@ from gramian.taps.sites import Site, site_for
 
 @dataclass(frozen=True)
 class FoundLayer:
-    """One layer of a model with its site and the names of its parameters."""
+    """One layer of a model with its site (how it is tapped) and the names of its parameters."""
 
     name: str
     module: nn.Module
     site: Site | None
-    """Site that taps the layer; None for the root, if it has no parameters of its own."""
+    """How the layer is tapped; None for the root module, if it has no direct parameters."""
     parameters: dict[str, str]
-    """{local name: the user's name}; a tied parameter goes by the first name it was found under."""
+    """{name inside the layer: name in the model}; a tied parameter has the first name under which it was found."""
 
 
 def discover(root: nn.Module) -> tuple[list[FoundLayer], dict[str, ParameterInfo]]:
-    """All layers with a site, the root among them, and every trainable parameter.
+    """Find all layers to tap, the root module always among them, and every trainable parameter.
 
     Args:
         root: the user's module, unwrapped.
 
     Returns:
-        The layers, parents first, and {the user's name: facts about a trainable parameter}.
+        The layers, parents first, and {name in the model: facts about a trainable parameter}.
 
     Raises:
-        GramianError: if nothing is trainable, or a layer with trainable parameters cannot be tapped.
+        GramianError: if nothing is trainable; for a TorchScript module, a lazy parameter without values or a complex one; or
+            if a layer with trainable parameters cannot be tapped.
     """
     user_name: dict[int, str] = {}
     explained_by_parent: set[int] = set()

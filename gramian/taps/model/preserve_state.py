@@ -1,4 +1,4 @@
-"""Run extra forwards and backwards without a trace in gradients, buffers, random states and Python state of a model."""
+"""Run extra forwards and backwards of a model and restore its gradients, buffers, random states and Python attributes."""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -17,16 +17,15 @@ from gramian.taps.model.python_state import PythonState, held_values, same_value
 
 @contextmanager
 def preserve_state(root: nn.Module, counters: bool = False, arguments: Iterable[Any] = ()) -> Iterator[None]:
-    """Context manager that restores gradients, buffers and random states, also after an error; on demand also Python state.
+    """Context manager that restores gradients, buffers and random states on exit, also after an error.
 
-    Inside, no parameter has a gradient, FSDP2 reduces none, not even those that the user is still accumulating, and frees
-    gathered weights after every backward; modes are not changed, so dropout drops as the user set it. Memory: a copy of
-    every
-    buffer.
+    Inside, `.grad` of every parameter is None at first. FSDP2 reduces no gradient over processes, not even one that the user is
+    still accumulating, and frees gathered weights after every backward. Training and evaluation modes are not changed, so
+    dropout is active if the user set it so. Memory: a copy of every buffer.
 
     Args:
         root: the model.
-        counters: True to restore what modules and hooks store in Python (`PythonState`).
+        counters: True to restore also what modules and hooks store in Python attributes and variables (`PythonState`).
         arguments: arguments of its forward; random generators among them are restored too.
     """
     sharded = [module for module in root.modules() if isinstance(module, FSDPModule)]
@@ -56,7 +55,7 @@ def preserve_state(root: nn.Module, counters: bool = False, arguments: Iterable[
 
 
 class Buffers:
-    """Copies of the buffers of a model. A forward may write into a buffer, or put another tensor in its place."""
+    """Copies of a model's buffers, to restore them after a forward that wrote into one or replaced it by another tensor."""
 
     def __init__(self, root: nn.Module) -> None:
         """Copy the values of all buffers of a model."""
@@ -90,7 +89,7 @@ def _copy(buffer: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class InitialState:
-    """A copy of the state in which a forward begins: random states, buffers, and what modules store in Python."""
+    """A copy of the state in which a forward begins: random states, buffers, and Python attributes of modules and hooks."""
 
     def __init__(self, root: nn.Module, arguments: Iterable[Any] = ()) -> None:
         """Copy the state of a model, and of generators among the arguments of its forward."""
@@ -99,11 +98,20 @@ class InitialState:
         self.buffers, self.python = Buffers(root), PythonState(root)
 
     def restore(self, *, forget: bool = True) -> None:
-        """Restore the copied state; with `forget=False`, what modules store in Python attributes stays as it is."""
+        """Restore the copied state; with `forget=False`, Python attributes of modules and hooks keep their present values."""
         self._generators.restore(self._states)
         self.buffers.restore()
         if forget:
             self.python.restore()
+
+    @contextmanager
+    def advanced(self) -> Iterator[None]:
+        """Context manager: inside, `restore` sets random generators to their present states instead of the copied ones."""
+        copied, self._states = self._states, self._generators.states()
+        try:
+            yield
+        finally:
+            self._states = copied
 
     @property
     def drew(self) -> bool:
@@ -118,7 +126,7 @@ class Generators:
     """Every random generator that a forward may draw from: torch's, CUDA's, numpy's, Python's, and modules' own."""
 
     def __init__(self, root: nn.Module, given: Iterable[Any] = ()) -> None:
-        """Find the generators of a model, and those among the values (`given`) that its forward gets."""
+        """Find the generators of a model, and those among the arguments (`given`) of its forward."""
         self._cuda = sorted({p.device.index or 0 for p in root.parameters() if p.device.type == "cuda"})
         self._owned = [value for value in held_values(root) if isinstance(value, GENERATORS)]
         self._owned += [value for value in given if isinstance(value, GENERATORS)]

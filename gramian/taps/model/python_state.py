@@ -1,7 +1,7 @@
 """The Python state of a model: attributes of its modules, and variables that its hooks write.
 
-A forward may count steps, append to lists, or write tensors into attributes. Extra forwards must leave no trace of that, and
-each of them must begin in the same state as the first.
+A forward may count steps, append to lists, or write tensors into attributes. After extra forwards this must be undone, and each
+of them must begin in the same state as the first.
 """
 
 import functools
@@ -26,11 +26,11 @@ PLAIN = (int, float, complex, bool, str, bytes, type(None))
 CONTAINERS = (list, set, deque, OrderedDict, dict)
 """Container classes, derived ones included, whose items are copied; read and written by these classes' own methods."""
 DEPTH = 6
-"""Number of levels of containers and objects that are entered from an attribute when a model's state is copied."""
+"""Number of levels of nested containers and objects, below an attribute, whose contents are copied with a model's state."""
 LARGEST = 256
-"""Containers with more items (vocabularies, histories) are not copied item by item; they have changed if their length has."""
+"""Items of containers that are larger (vocabularies, histories) are not searched; only a new length counts as a change."""
 FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "gramian", "numpy"}
-"""Top-level packages whose objects are not entered when a model's Python state is copied."""
+"""Top-level packages of classes whose objects' attributes are not copied with a model's Python state."""
 FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 
 
@@ -45,7 +45,7 @@ class _Place:
 
     @property
     def identity(self) -> int:
-        """`id` of the owner; minus that of the object if the place has its attributes, which may have items too."""
+        """Key of the owner: its `id`; the negative `id` of an object whose attributes, not items, the place stores."""
         return _identity(self.owner)
 
     def restore(self) -> None:
@@ -60,8 +60,8 @@ class _Place:
 class PythonState:
     """A copy of the values in attributes of modules, in hooks, and in containers and plain objects inside of these.
 
-    Memory: a copy of every tensor that is an attribute and neither a parameter nor a buffer. Of a hook, variables of its
-    closure, its object, its arguments (`functools.partial`) and the global variables that it names are followed.
+    Memory: a copy of every tensor that is an attribute and neither a parameter nor a buffer. Of a hook, the variables of its
+    closure, its object, its arguments (`functools.partial`) and the global variables that it names are copied.
     """
 
     def __init__(self, root: nn.Module, *, tensors: bool = True) -> None:
@@ -69,7 +69,7 @@ class PythonState:
 
         Args:
             root: the model.
-            tensors: False for attributes and containers alone, without values of tensors and state of hooks.
+            tensors: False to copy attributes and containers only, neither the values of tensors nor the state of hooks.
         """
         self._root = root
         self._places = list(_places(root, hooks=tensors, copies=tensors))
@@ -80,7 +80,7 @@ class PythonState:
             place.restore()
 
     def values(self) -> dict[str, Any]:
-        """{name: value} of numbers, tensors and arrays in modules that changed since the copy; tensors as copies."""
+        """{name: value} of numbers, tensors and arrays in modules that changed since the state was copied; tensors cloned."""
         before = {place.identity: place for place in self._places}
         found: dict[str, Any] = {}
         for place in _places(self._root, hooks=False):
@@ -104,7 +104,7 @@ def tensors_inside(value: Any) -> list[Tensor]:
 
 
 def graph_tensors(root: nn.Module) -> dict[str, Tensor]:
-    """{name: tensor} of floating-point tensors in attributes of modules through which a loss may send a gradient."""
+    """{name: tensor} of floating-point tensors with a `grad_fn` in attributes of modules, which a loss may depend on."""
     return {
         user_names.join(place.name, str(key)): value
         for place in _places(root, hooks=False, copies=False)
@@ -123,7 +123,10 @@ def held_values(root: nn.Module) -> Iterator[Any]:
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """True if two values have the same type and are equal; NaN equals NaN."""
+    """True if two tensors, arrays or plain values (numbers, strings, None) are equal; others if they are one object.
+
+    Equal tensors have the same shape and dtype; NaN in a tensor equals NaN.
+    """
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return one.shape == other.shape and one.tobytes() == other.tobytes()
     if any(isinstance(t, Tensor) and is_functorch_wrapped_tensor(t) for t in (one, other)):
@@ -155,7 +158,10 @@ def _places(root: nn.Module, hooks: bool = True, copies: bool = True) -> Iterato
 
 
 def _followed(name: str, owner: Any, content: Any, seen: set[int], depth: int, copies: bool = True) -> Iterator[_Place]:
-    """Yield a `_Place` (owner and copy of its content) for an owner, and for the containers and objects in its values."""
+    """Yield a `_Place` for an owner and its items (`content`), and for containers and objects inside, `depth` levels deep.
+
+    Owners in `seen` are skipped, others are added to it; `copies`: clone tensors and arrays.
+    """
     if _identity(owner) in seen:
         return
     seen.add(_identity(owner))
@@ -173,7 +179,7 @@ def _followed(name: str, owner: Any, content: Any, seen: set[int], depth: int, c
 
 
 def _is_users(value: Any) -> bool:
-    """True for an object of a user's own class, also one derived from a container, and for wrapped dicts and lists."""
+    """True for an object of a user's own class, also one derived from a container, for SimpleNamespace and UserDict/List."""
     if isinstance(value, (Tensor, tuple, nn.Module, type, types.ModuleType, *FUNCTIONS)):
         return False
     known = isinstance(value, types.SimpleNamespace | UserDict | UserList)
@@ -192,7 +198,7 @@ def _identity(owner: Any) -> int:
 
 
 class _Attributes:
-    """The attributes of an object as an owner of their own: as a container it may own items, too."""
+    """Stands for the attributes of an object, as the owner in a `_Place`; its items, if it is a container, have their own."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -205,7 +211,7 @@ class _Attributes:
 
 
 def _function(name: str, function: Any, seen: set[int]) -> Iterator[_Place]:
-    """Yield the places of a user's hook: closure, object, arguments and globals; hooks of torch and gramian are left out."""
+    """Yield a `_Place` for each variable of a user's hook: closure, object, arguments, globals; none for torch's, gramian's."""
     if (getattr(function, "__module__", None) or "").partition(".")[0] in ("torch", "gramian"):
         return
     if isinstance(function, functools.partial):
@@ -248,7 +254,7 @@ class _Global:
 
 
 VARIABLES = (types.CellType, _Global)
-"""Classes of owners (places whose state is restored) that have a single value: closure cells and global variables."""
+"""Classes of `_Place` owners that have a single value: closure cells and global variables."""
 
 
 def _container(owner: Any) -> Any:

@@ -11,16 +11,15 @@ import torch
 _lock = threading.Lock()
 _inside = 0
 _stance: Any = None
-"""Object whose `__exit__` restores the stance of `torch.compiler`; None outside of `run_eagerly`."""
+"""Object of `torch.compiler.set_stance` whose `__exit__` restores the earlier stance; None outside of `run_eagerly`."""
 
 
 @contextmanager
 def run_eagerly() -> Iterator[None]:
     """Context manager: modules that `torch.compile` has wrapped run their own Python, and nothing is compiled.
 
-    The stance of the compiler belongs to the process: the first thread that enters changes it and the last that leaves
-    restores
-    it, in whatever order threads come and go. A process that never imported the compiler pays nothing.
+    The compiler's stance (`torch.compiler.set_stance`) is one for the process: the first thread that enters changes it, and the
+    last that leaves restores it. In a process that never imported the compiler nothing is done.
     """
     global _inside, _stance
     if "torch._dynamo" not in sys.modules:

@@ -1,4 +1,4 @@
-"""The user's own names for modules and parameters, whatever wrappers stand around or inside the model."""
+"""Names of modules and parameters as in the user's own model, without DDP, torch.compile and checkpoint wrappers."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ def inner_module(module: nn.Module) -> nn.Module | None:
     """The module inside a wrapper (DDP, torch.compile, checkpoint), or None if the module is not a wrapper.
 
     Raises:
-        GramianError: for wrappers that gramian does not work with.
+        GramianError: for nn.DataParallel, FSDP1, and DDP with static_graph=True, which gramian does not work with.
     """
     if isinstance(module, DataParallel):
         raise GramianError(
@@ -38,7 +38,7 @@ def inner_module(module: nn.Module) -> nn.Module | None:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's module inside any stack of wrappers."""
+    """The user's module inside any number of nested wrappers; GramianError for one that gramian does not work with."""
     while (inner := inner_module(model)) is not None:
         model = inner
     return model
@@ -50,7 +50,10 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def named_modules(root: nn.Module, prefix: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (user's name, module) for every module once, parents first; wrappers themselves are passed over."""
+    """Yield (name in the user's model, module) for every module once, parents first; wrappers are left out.
+
+    Names begin with `prefix`. Modules whose `id` is in `seen` are skipped; it receives the ids of those yielded.
+    """
     seen = set() if seen is None else seen
     root = unwrap(root)
     if id(root) in seen:
@@ -63,7 +66,7 @@ def named_modules(root: nn.Module, prefix: str = "", seen: set[int] | None = Non
 
 
 def named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield (user's name, parameter) for every place of a parameter; a tied one has several."""
+    """Yield (name in the user's model, parameter) for every place of a parameter; a tied one has several."""
     for name, module in named_modules(root):
         for local, p in module._parameters.items():
             if p is not None:
@@ -71,7 +74,7 @@ def named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def parameter(module: nn.Module, local: str) -> nn.Parameter:
-    """The parameter of a local name ("child.weight"), or the tensor that stands in its place right now (FSDP2, detached)."""
+    """The parameter of this name inside the module ("child.weight"), or the tensor now in its place (gathered or detached)."""
     owner, _, leaf = local.rpartition(".")
     found = (module.get_submodule(owner) if owner else module)._parameters[leaf]
     assert found is not None

@@ -1,7 +1,8 @@
-"""The row proof of one batch: every output that a loss may read is proven, or reported as not proven.
+"""The row proof of one batch: every output of the model that a loss may use is proven, or reported as not proven.
 
-Outputs with rows of samples are proven together, single numbers and attributes each by itself. Where an axis of an argument or
-output may be B by chance (a mask [T, T] where T is B), a failed proof is tried again with that axis read the other way.
+Outputs with rows of samples are proven together, every single number by itself, and attributes of modules together. If an axis
+of an argument or output may have size B by chance (a mask [T, T] where T is B), a failed proof is repeated under the assumption
+that it does not have samples.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -19,7 +20,7 @@ from gramian.taps.proof.single_unit import SampleAlone
 from gramian.taps.tapped_model import Call, TappedModel
 
 CollateAlone = Callable[[SampleArguments, Collection[int]], list[SampleAlone]]
-"""Function that returns some of the given samples, each collated alone as the loader would; empty if no loader is known."""
+"""Function of a batch and row numbers that returns some of these rows, each collated alone by the loader; [] without one."""
 
 
 @dataclass
@@ -30,11 +31,15 @@ class BatchProof:
     execute: Execute
     samples: SampleArguments
     seed: Callable[[], int]
-    """Function that returns a random seed for the next proof."""
+    """Function that returns a seed for the next proof."""
     collate_alone: CollateAlone = lambda samples, among: []
 
     def calls(self) -> set[Call]:
-        """Set of calls (layer, ordinal, rows over B) of tapped layers in a forward on the batch. One run."""
+        """Run a forward on the batch and return the calls of tapped layers in it (layer, number of earlier calls, rows over B).
+
+        Raises:
+            GramianError: if a tap refuses a layer, or the model fails once one row for all samples is expanded to B rows.
+        """
         with undisturbed(self.model.root_module, self.samples.leaves):
             runs = ProofRuns(self.model, self.execute, self.samples, 0)
             try:
@@ -43,40 +48,43 @@ class BatchProof:
                 refuse(failure)
 
     def prove(self, *, sums_only: bool = False) -> Proven | None:
-        """Prove the batch; where an axis may have size B by chance, a second time with it read the other way.
+        """Prove the batch; if that fails for some output and an axis may have size B by chance, again as if it had no samples.
 
         Args:
             sums_only: True to show only that the taps' sums are autograd's gradients (part 1 of the proof).
 
         Returns:
-            What was shown; None if all samples are equal, so that nothing can be.
+            What was shown; None if all samples are equal, so that nothing can be shown.
 
         Raises:
-            GramianError: if no reading of the axes is proven.
+            GramianError: if the proof fails under every assumption about these axes.
         """
         samples = self.samples
         with undisturbed(self.model.root_module, samples.leaves):
             beginning = InitialState(self.model.root_module, samples.leaves)
             first = self._prover(samples, beginning)
             try:
-                found = self._prove_outputs(first, sums_only)
-                return found if sums_only else self._of_units(found, samples, beginning)
-            except Refuted as failure:
+                found, failure = self._attempt(first, sums_only)
+                if found is None and failure is None:
+                    return None
+                best, read = found, samples
                 for fixed, second_axis in _readings(
                     samples.ambiguous(self.model.rule.withholds), first.runs.ambiguous_outputs
                 ):
+                    if best is not None and not best.open_outputs:
+                        break
                     rows = [0 if i in fixed else count for i, count in enumerate(samples.rows)]
-                    read = replace(samples, rows=rows)
-                    prover = self._prover(read, beginning, second_axis)
-                    try:
-                        found = self._prove_outputs(prover, sums_only)
-                    except Refuted:
-                        continue
-                    if fixed and found is not None and not prover.fits_alone:
+                    other = replace(samples, rows=rows)
+                    prover = self._prover(other, beginning, second_axis)
+                    found, _ = self._attempt(prover, sums_only)
+                    if found is None or (fixed and not prover.fits_alone):
                         continue  # a sample that runs alone with all of an input shows that samples have no part of it
-                    found = found if sums_only else self._of_units(found, read, beginning)
-                    return found and replace(found, fixed=fixed)
-                refuse(failure)
+                    if best is None or len(found.open_outputs) < len(best.open_outputs):
+                        best, read = replace(found, fixed=fixed), other
+                if best is None:
+                    assert failure is not None
+                    refuse(failure)
+                return best if sums_only else self._of_units(best, read, beginning)
             except GramianError:
                 raise
             except Exception:  # of the user's own model, raised again below
@@ -85,6 +93,8 @@ class BatchProof:
 
     def repeat(self, proven: Proven) -> None:
         """Repeat one run with replaced samples on this batch, for the outputs that were proven before.
+
+        Nothing is shown, and nothing raised, if all samples are equal.
 
         Raises:
             GramianError: if rows of samples that were not replaced changed; the listeners are notified first.
@@ -104,8 +114,19 @@ class BatchProof:
                 self.model.proof_failed()
                 refuse(failure)
 
+    def _attempt(self, prover: Prover, sums_only: bool) -> tuple[Proven | None, Refuted | None]:
+        """What `_prove_outputs` shows, and its failure if it is refuted; (None, None) if all samples are equal."""
+        try:
+            return self._prove_outputs(prover, sums_only), None
+        except Refuted as failure:
+            return None, failure
+
     def _prove_outputs(self, prover: Prover, sums_only: bool) -> Proven | None:
-        """Prove outputs with rows, then single numbers, then attributes of modules; None if all samples are equal."""
+        """Prove outputs with rows, then single numbers, then attributes of modules; None if all samples are equal.
+
+        Raises:
+            Refuted: if outputs with rows are not proven, or if there are none and no single number is proven either.
+        """
         samples = self.samples
         outputs = OutputKinds(samples, prover.runs)
         if sums_only:
@@ -144,9 +165,9 @@ class BatchProof:
         return replace(found, open_outputs=reasons, runs=prover.runs.count)
 
     def _of_units(self, found: Proven | None, samples: SampleArguments, beginning: InitialState) -> Proven | None:
-        """Show whether rows inside units of several rows are independent, so that any grouping is proven. 2⌈log₂ B⌉ + 2 runs.
+        """Check whether rows of one unit are independent too, so that the proof `found` holds for any grouping into units.
 
-        If they are not, the proof `found` holds for this grouping of rows alone.
+        If they are not, the result says that it holds for this grouping alone (`Proven.partition`). 2⌈log₂ B⌉ + 2 runs.
         """
         if found is None or samples.partition is None:
             return found
@@ -163,7 +184,7 @@ class BatchProof:
         return replace(found, partition=partition, runs=found.runs + prover.runs.count)
 
     def _refuse_irreplaceable(self) -> None:
-        """Raise Refuted if no argument carries samples, or an object contains them, so that none can be replaced."""
+        """Raise Refuted if samples cannot be replaced: no argument has rows of samples, or an opaque object contains them."""
         samples = self.samples
         if not any(samples.rows) and samples.units is None:
             raise Refuted(
@@ -190,7 +211,11 @@ class BatchProof:
 
 
 def _readings(inputs: Sequence[int], outputs: bool) -> list[tuple[tuple[int, ...], SecondAxis]]:
-    """Other readings of axes that may be B by chance: (inputs without samples, which outputs have samples on axis 1)."""
+    """Assumptions to try, in order, about axes whose size may be the batch size B by chance.
+
+    `inputs`: indices of the inputs whose first axis is in doubt. `outputs`: True if the batch axis of an output is in doubt.
+    Returns pairs: inputs that are taken to have no batch axis, and which outputs have theirs on axis 1 (see `ProofRuns`).
+    """
     readings: list[tuple[tuple[int, ...], SecondAxis]] = [((i,), "certain") for i in inputs[:4]]
     readings += [(tuple(inputs), "certain")] if len(inputs) > 1 else []
     return readings + ([((), "later"), ((), "all")] if outputs else [])

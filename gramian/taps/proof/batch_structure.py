@@ -1,8 +1,9 @@
-"""The structure of a batch, under which a proof is stored and which it covers.
+"""The structure of a batch: a row proof is stored under it, and covers all batches of the same structure.
 
-A proof holds for the program that ran, so the structure has everything a program may choose its branches by: nesting, names,
-dtypes, ranks and flags of the arguments, the modules with their modes, truth values and hooks, autocast, and which parameters
-train. Sizes are not part of it. Batches in which samples differ in how many of their tokens count are a structure of their own.
+A proof holds for the code path that ran, so the structure has everything on which a forward may branch: nesting, names, dtypes,
+numbers of axes and flags of the arguments, the modules with their modes, boolean attributes and hooks, autocast, and which
+parameters train. Sizes are not part of it. Batches in which samples differ in how many of their tokens count (labels other than
+−100, mask other than 0) are a structure of their own.
 """
 
 import itertools
@@ -21,7 +22,11 @@ _count = itertools.count()
 
 
 def structure_of(model: TappedModel, args: Any, kwargs: Any, batch: int) -> tuple[Any, list[SampleArguments]]:
-    """(structure of a call of the root, hashable; its arguments by sample, once for every grouping into units)."""
+    """The structure of a call of the root module, hashable, and its arguments by sample for every grouping of rows into units.
+
+    Raises:
+        GramianError: if `sample_ids` of a listener do not fit the batch, or an argument is sparse, nested or quantized.
+    """
     given = model.batch_size is not None
     found = []
     for ids in model.groupings():
@@ -47,7 +52,7 @@ def _flags(module: nn.Module) -> list[Any]:
 
 
 def _hooks(module: nn.Module) -> list[Any]:
-    """Identifies a user's hooks on a module: the code of each, or the number that torch gave it."""
+    """Code object of each hook that users set on a module, or the number that torch gave a hook without one."""
     several = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     return [
         getattr(hook, "__code__", number)

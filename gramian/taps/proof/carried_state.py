@@ -1,4 +1,4 @@
-"""Under privacy no sample may reach a later batch through buffers or attributes, where it is neither clipped nor noised."""
+"""Checks, under privacy, that no sample influences a later batch through buffers or attributes, past clipping and noise."""
 
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -25,7 +25,7 @@ def changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_attribute(name: str) -> NoReturn:
-    """Raise Refuted for an attribute that stores samples on which the next batch depends."""
+    """Raise Refuted, with the name of an attribute that depends on samples and on which the next batch depends."""
     raise Refuted(
         f"{name}: is an attribute that remembers samples, and the next batch depends on it, which no clipping bounds and no "
         "noise covers; expected a module that keeps no statistics of private data, or one in evaluation mode"

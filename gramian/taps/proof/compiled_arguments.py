@@ -1,7 +1,7 @@
-"""The arguments of a compiled forward, passed through its graph to the proof, which runs the eager module.
+"""Pass the arguments of a compiled forward through its graph to the row proof, which runs the eager module on them.
 
-A graph can pass tensors and numbers to an operator. So arguments are written as a text with a placeholder for each of them,
-and as lists of tensors, integers and reals in the order of the text.
+A graph can pass only tensors, numbers and constant text to an operator. So the nested arguments are written as a text with a
+placeholder for each tensor and number, and as lists of tensors, integers and reals in the order of the text.
 """
 
 import ast
@@ -23,7 +23,7 @@ class Written:
     reals: list[float] = field(default_factory=list)
 
     def write(self, value: Any) -> str:
-        """Return a value as text and append its tensors and numbers to the lists; "?" stands for what a graph cannot pass."""
+        """Return a value as text and append its tensors and numbers to the lists; "?" marks what a graph cannot pass."""
         if isinstance(value, Tensor):
             self.tensors.append(value)
             return "'t'"

@@ -1,7 +1,7 @@
-"""Evaluation mode for runs of a proof: modules do not train, and dropout that a forward calls as a function does nothing.
+"""Evaluation mode for runs of a row proof: modules are in eval mode, and functions such as `F.dropout` drop nothing, too.
 
-A model that calls `F.dropout(h, 0.3)`, which trains by default, draws random numbers in evaluation mode too. Its reversed batch
-and its single samples would then have other masks, and nothing about the order of rows could be shown.
+A model that calls `F.dropout(h, 0.3)`, whose flag `training` is True by default, draws random numbers in eval mode, too. A
+reversed batch and single samples would then have other dropout masks and could not be compared with the batch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ _DROPOUT = {
 """{dropout function: name of its training flag, the third argument}."""
 
 
-class _WithoutDropout(TorchFunctionMode):
+class WithoutDropout(TorchFunctionMode):
     """Torch function mode in which dropout functions return their input and attention drops nothing out."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -47,7 +47,7 @@ def evaluating(root: nn.Module) -> Iterator[None]:
     for module, _ in modes:
         module.training = False
     try:
-        with _WithoutDropout():
+        with WithoutDropout():
             yield
     finally:
         for module, training in modes:

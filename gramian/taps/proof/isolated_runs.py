@@ -1,4 +1,4 @@
-"""Runs of a proof that leave no trace in the user's model."""
+"""Context managers for runs of a row proof, after which the user's model is in its earlier state."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,8 +16,9 @@ from gramian.taps.model.run_eagerly import run_eagerly
 def undisturbed(root: nn.Module, arguments: Iterable[Any]) -> Iterator[None]:
     """Context manager for runs of a proof: restores the model afterwards; inside, compiled modules run eagerly.
 
-    Hooks of saved tensors around the model (checkpoints) see nothing. Weights that are all zero are random inside: no gradient
-    would flow through them. Generators among the model's arguments are restored too.
+    Inside, saved-tensor hooks that were set around the model (checkpoints) are not called, and weight matrices that are all
+    zero have random values, because no gradient would flow through them. Random generators among `arguments`, those of the
+    model's forward, are restored too.
     """
     with (
         preserve_state(root, counters=True, arguments=arguments),
@@ -29,10 +30,10 @@ def undisturbed(root: nn.Module, arguments: Iterable[Any]) -> Iterator[None]:
 
 
 def _without_hooks_around() -> AbstractContextManager[Any]:
-    """Context manager: hooks on saved tensors that stand around the model, such as those of a checkpoint, see nothing.
+    """Context manager: saved-tensor hooks that were set around the model, such as those of a checkpoint, are not called.
 
-    If there are none it does nothing, because `torch.func` does not run under any. An output that a hook saves as it is would
-    hold its own graph for good, so it is detached.
+    If there are none it does nothing, because `torch.func` runs under no such hooks. Inside, saved tensors are detached: an
+    output that is saved with its graph would never be freed.
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
         return nullcontext()

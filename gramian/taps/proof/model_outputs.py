@@ -1,4 +1,4 @@
-"""The floating-point tensors that a forward returns, or leaves in attributes of modules, and their rows per sample."""
+"""The floating-point tensors that a forward returns, or stores in attributes of modules, and their rows per sample."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -11,7 +11,10 @@ from gramian.taps.proof.sample_arguments import SampleArguments
 
 
 def output_tensors(output: Any, depth: int = 3) -> list[Tensor]:
-    """Floating-point tensors of an output in a fixed order: in tuples, lists, dicts, and attributes of other objects."""
+    """Floating-point tensors of an output in a fixed order: in tuples, lists, dicts, and attributes of other objects.
+
+    Objects inside objects are searched `depth` levels deep.
+    """
     found: list[Tensor] = []
     for leaf in pytree.tree_leaves(output):
         if isinstance(leaf, Tensor):
@@ -24,7 +27,7 @@ def output_tensors(output: Any, depth: int = 3) -> list[Tensor]:
 
 
 def left_in_attributes(root: nn.Module, before: Collection[int], returned: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Tensors with a gradient that a forward left in attributes of modules (an auxiliary loss): {name: tensor}.
+    """{name: tensor} of tensors with a `grad_fn` that a forward stored in attributes of modules (an auxiliary loss).
 
     Tensors whose `id` is in `before`, and those that the forward returned, are left out.
     """
@@ -33,7 +36,10 @@ def left_in_attributes(root: nn.Module, before: Collection[int], returned: Seque
 
 
 def rows_of(output: Tensor, samples: SampleArguments) -> int:
-    """Rows of an output per sample; 0 if its first axis is not a multiple of B, or tokens of a row have different units."""
+    """Rows of an output per sample; 0 if its first axis is not a multiple of B.
+
+    If units are groups of tokens, also 0 if the first two axes are not those of the tokens [B, T].
+    """
     units = samples.units
     if units is not None and units.ids.dim() == 2 and output.shape[:2] != units.ids.shape:
         return 0

@@ -1,7 +1,7 @@
-"""The differentiable outputs of a model by kind, which decides what is proven together.
+"""Sort the differentiable outputs of a model by kind: outputs of one kind are proven together or each by itself.
 
-Outputs with rows of samples are proven together, every single number (a returned loss) by itself. No backward may go through
-an output that is not proven.
+Outputs with rows of samples are proven together, every single number (a returned loss) by itself. A backward through an output
+that is not proven raises GramianError.
 """
 
 from collections.abc import Collection
@@ -16,19 +16,22 @@ from gramian.taps.proof.sample_arguments import SampleArguments
 
 @dataclass
 class OutputKinds:
-    """Indices of the differentiable outputs of each kind (rows, attributes, scalars, odd); `choose_rows` fills the lists."""
+    """Indices of the differentiable outputs of each kind: with rows of samples, in attributes, single numbers, and others.
+
+    `choose_rows` fills the lists.
+    """
 
     samples: SampleArguments
     runs: ProofRuns
     rows: list[int] = field(default_factory=list)
     attributes: list[int] = field(default_factory=list)
-    """Indices of tensors with rows of samples that the model leaves in attributes of modules; a loss may ignore them."""
+    """Indices of tensors with rows of samples that the forward stored in attributes of modules; a loss may ignore them."""
     scalars: list[int] = field(default_factory=list)
     odd: dict[int, str] = field(default_factory=dict)
     """{index of an output of any other shape: its name and shape, as text for an error}."""
 
     def choose_all(self, outputs: list[Tensor], but: Collection[int] = ()) -> list[int]:
-        """Sort the outputs by kind and return the indices of all with rows or a single number, except those in `but`."""
+        """Sort the outputs by kind and return the indices of those with rows or a single number, except those in `but`."""
         self.choose_rows(outputs)
         return [i for i in (*self.rows, *self.attributes, *self.scalars) if i not in but]
 
@@ -51,7 +54,7 @@ class OutputKinds:
         return self.rows or self.scalars[:1]
 
     def couples(self, number: int, failure: Exception) -> str:
-        """Text for an error: output `number` mixes samples (`failure`), with the remedy where a mean over tokens does."""
+        """Error text: output `number` mixes samples, as `failure` shows; with a remedy if uncounted tokens may be why."""
         reason = f"{self.runs.titles[number]} couples samples ({failure})"
         if not counts_differ(self.samples):
             return reason
@@ -63,5 +66,5 @@ class OutputKinds:
 
 
 def counts_differ(samples: SampleArguments) -> bool:
-    """True if samples have different numbers of tokens that count (labels other than −100, mask other than 0)."""
+    """True if some argument has −100 in it (an ignored label), or samples have different numbers of zeros in a mask."""
     return any(kind != "values" for _, kind in samples.uneven())

@@ -1,8 +1,8 @@
-"""Single runs of a row proof: one forward and one backward each, from the same beginning, under random cotangents.
+"""Single runs of a row proof: one forward and one backward each, with random output gradients (cotangents).
 
-Every run starts from the same random states, buffers and attributes (`InitialState`). An untapped run gives outputs and
-autograd's gradients; a tapped run gives fingerprints of the rows that the taps attribute to each sample, on the batch or on
-other samples in its places. Cotangents are drawn once and move with their samples.
+Every run starts from the same random states, buffers and attributes (`InitialState`). An untapped run, without taps, returns
+outputs and autograd's gradients. A tapped run, on the batch or with other samples in its places, returns fingerprints of the
+rows that the taps attribute to each sample. Cotangents are drawn once and move with their samples.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,31 +20,29 @@ from gramian.taps.model import user_names
 from gramian.taps.model.preserve_state import InitialState
 from gramian.taps.model.python_state import graph_tensors
 from gramian.taps.proof.model_outputs import left_in_attributes, output_tensors, rows_of
-from gramian.taps.proof.row_fingerprint import Fingerprint
+from gramian.taps.proof.row_fingerprint import HALF, Fingerprint
 from gramian.taps.proof.row_recorder import Key, Recorder
 from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.tapped_model import Call, TappedModel
 
-HALF = 1e-4
-"""Threshold on the machine ε of a dtype: half precision and narrower dtypes lie above it."""
 Source = Sequence[int] | Tensor
-"""For each place in the batch the sample that stands there, [B], or for each token place the token, [B, T]."""
+"""Content of a run's batch: the index of the sample in each place [B], or of the token in each place [B, T]."""
 SCALE = 0.5
 """Factor of all cotangents in the untapped run: its gradients are then half of the tapped run's only if the backward is
 linear in the loss."""
 SAMPLED = 4096
-"""Number of values of a frozen parameter that are compared before and after a forward."""
+"""Number of first values of a frozen parameter that are compared before and after a forward."""
 SecondAxis = Literal["certain", "later", "all"]
 Execute = Callable[[Any], Any]
 """Function that runs the model, or a loss behind it, on arguments and returns the outputs."""
 
 
 class Refuted(Exception):  # noqa: N818
-    """Raised if a run of a proof shows that rows cannot be attributed; names the layer and what was seen."""
+    """Raised if a run of a row proof shows that rows cannot be attributed to samples; names the layer and what differs."""
 
 
 def refuse(failure: Refuted) -> NoReturn:
-    """Raise a failed proof as the GramianError that the user sees."""
+    """Raise GramianError, the error that users get, with the message of a failed proof."""
     raise GramianError(str(failure)) from failure.__cause__
 
 
@@ -62,13 +60,14 @@ class TappedRun:
     buffers: dict[str, Tensor | None]
     """Values of the buffers that the run changed."""
     remembered: dict[str, Any]
-    """Values of attributes of modules that the run changed; collected if `sums` was set or the model is private."""
+    """Values of attributes of modules that the run changed; empty unless `sums` was set or the model is private."""
 
     @property
     def rounding(self) -> float:
         """Rounding error of sums of the largest terms: 64 ε · largest input · largest output gradient; 0 in half precision.
 
-        In half precision it would be half of these terms themselves. Indices of tables are not multiplied with anything.
+        In half precision it would be up to half of these terms themselves. The largest input is at least 1; indices of
+        embedding tables are not counted.
         """
         sides: dict[str, float] = {"input": 1.0, "output gradient": 0.0, "sum over calls": 0.0}
         for key, fingerprint in self.rows.items():
@@ -79,7 +78,7 @@ class TappedRun:
 
 
 class ProofRuns:
-    """Runs forwards and backwards of one call of a model, on the batch or with other samples in its places."""
+    """Runs a model forward and backward on the arguments of one call, or on these with other samples in their places."""
 
     def __init__(
         self,
@@ -97,15 +96,15 @@ class ProofRuns:
             execute: runs the model, or the loss, on arguments.
             samples: the arguments by sample.
             seed: seed of the cotangents and fingerprints.
-            second_axis: which outputs of the model have their samples on axis 1 (states of recurrent layers): those whose
-            axis
-                1 is B and whose axis 0 is no multiple of B ("certain"), all whose axis 1 is B ("all"), or all but output 0
-                ("later").
+            second_axis: which outputs of the model, of those whose axis 1 has size B, have their samples there (states of
+                recurrent layers). "certain": those whose axis 0 is not a multiple of B; "all": all of them; "later": as "all",
+                but output 0 as in "certain".
             beginning: the state from which every run begins; None: the present one.
         """
         self._model, self._execute, self._samples, self._seed = model, execute, samples, seed
         self._root = model.root_module
-        self._beginning = beginning or InitialState(self._root, samples.leaves)
+        self.beginning = beginning or InitialState(self._root, samples.leaves)
+        """The state from which every run begins."""
         self.count = 0
         self.cotangents: list[Tensor | None] = []
         """Cotangent of every output, samples in the order of the batch; None: no backward goes through the output."""
@@ -117,29 +116,29 @@ class ProofRuns:
         self._second: set[int] = set()
         """Indices of the outputs whose samples lie on axis 1."""
         self.returned = 0
-        """Number of outputs that the model returns; later ones were left in attributes of modules, where a loss may read them.
+        """Number of outputs that the model returns; later ones were stored in attributes of modules, where a loss may use them.
         """
         self.titles: list[str] = []
         """Name of each output in error messages."""
         self.shared: set[str] = set()
-        """Layers whose one row was expanded to a row for each sample."""
+        """Layers whose output, one row for all samples, was expanded to a row for each sample."""
 
     @property
     def everyone(self) -> range:
-        """The batch as it is, as a source: place i has sample i."""
+        """The batch as it is, as the `Source` of a run: sample i is in place i."""
         return range(self._samples.batch)
 
     def rows_of(self, output: Tensor) -> int:
-        """Rows of an output per sample; 0 if its first axis is not a multiple of B, or rows belong to several units."""
+        """Rows of an output per sample; 0 if its axes do not fit the batch (see `model_outputs.rows_of`)."""
         return rows_of(output, self._samples)
 
     def untapped(
         self, choose: Callable[[list[Tensor]], Sequence[int]]
     ) -> tuple[list[Fingerprint], dict[str, Tensor | None]]:
-        """Run the untapped model, and draw the cotangents of the outputs whose indices `choose(outputs)` returns.
+        """Run the model without taps, and draw the cotangents of the outputs whose indices `choose(outputs)` returns.
 
         Returns:
-            Fingerprints of all outputs, and SCALE times the gradient of every weight.
+            Fingerprints of all outputs, and {parameter: SCALE times autograd's gradient}, None for one without a gradient.
 
         Raises:
             GramianError: if the forward writes into a frozen parameter.
@@ -159,7 +158,11 @@ class ProofRuns:
     def on(
         self, arguments: Any, cotangents: Callable[[list[Tensor]], list[tuple[Tensor, Tensor]] | None]
     ) -> dict[str, Tensor | None] | None:
-        """Gradients {parameter: tensor} of the untapped model on other arguments; None if `cotangents(outputs)` is None."""
+        """Autograd's gradients {parameter: tensor} of the model without taps, on other arguments.
+
+        `cotangents(outputs)` returns (output, cotangent) pairs for the backward, or None if the outputs do not fit; the result
+        is then None, too. A parameter without a gradient has None.
+        """
         self._begin()
         with self._model.untapped() as weights:
             outputs = self._outputs(arguments)
@@ -175,8 +178,8 @@ class ProofRuns:
         Args:
             source: the sample, or token, in each place.
             sums: True to record projections of each parameter's gradient summed over samples.
-            alone: units whose own gradients are recorded by projections.
-            forget: False to start from the attributes of modules that the run before left.
+            alone: units (samples, or groups that count as one) whose own gradients are recorded as projections.
+            forget: False to start with the attributes of modules as the last run left them.
 
         Raises:
             Refuted: if outputs have other shapes, or the model fails on rows that were expanded.
@@ -187,7 +190,7 @@ class ProofRuns:
         recorder = Recorder(self._seed, self._samples.units, self._model.batch_size, sums=sums, alone=alone)
         with self._model.recorded_by(recorder) as run, blamed_on(run.expanded):
             outputs = self._outputs(arguments)
-            drew = self._beginning.drew
+            drew = self.beginning.drew
             prints = [self._fingerprint(y) for y in outputs]
             pairs, misfits = self._pairs(outputs, source)
             _grad(pairs, [self._model.probe])  # also of what does not fit: other processes may gather for it
@@ -196,8 +199,8 @@ class ProofRuns:
                 f"{self.titles[misfits[0]]}: has another shape when other samples are there; expected rows of samples"
             )
         self.shared |= run.expanded
-        calls, buffers = list(run.calls), self._beginning.buffers.changed()
-        remembered = self._beginning.python.values() if sums or self._model.rule.withholds else {}
+        calls, buffers = list(run.calls), self.beginning.buffers.changed()
+        remembered = self.beginning.python.values() if sums or self._model.rule.withholds else {}
         return TappedRun(recorder.rows, recorder.sides, prints, calls, drew, recorder, buffers, remembered)
 
     def _outputs(self, arguments: Any) -> list[Tensor]:
@@ -206,7 +209,7 @@ class ProofRuns:
         return [y.movedim(1, 0) if number in self._second else y for number, y in enumerate(found)]
 
     def _results(self, arguments: Any) -> list[Tensor]:
-        """The tensors that the model returns on these arguments, then those that it leaves in attributes."""
+        """The floating-point tensors that the model returns on these arguments, then those that it stores in attributes."""
         before = {id(t) for t in graph_tensors(self._root).values()}
         returned = output_tensors(self._execute(arguments))
         left = left_in_attributes(self._root, before, returned)
@@ -227,10 +230,10 @@ class ProofRuns:
     def _begin(self, forget: bool = True) -> None:
         self._model.lockstep.announce()
         self.count += 1
-        self._beginning.restore(forget=forget)
+        self.beginning.restore(forget=forget)
 
     def _pairs(self, outputs: list[Tensor], source: Source) -> tuple[list[tuple[Tensor, Tensor]], list[int]]:
-        """(output, cotangent) of every output with a cotangent, and the indices of outputs of another shape than theirs."""
+        """(output, cotangent) of every output with a cotangent, and the indices of outputs with another shape than it."""
         pairs, misfits = [], []
         for number, (y, g) in enumerate(zip(outputs, self.cotangents, strict=False)):
             if g is None or not y.requires_grad:
@@ -272,9 +275,9 @@ class ProofRuns:
 
 @contextmanager
 def blamed_on(expanded: set[str]) -> Iterator[None]:
-    """Context manager: raise an error of the user's code as Refuted if `expanded` has any names, else unchanged.
+    """Context manager that turns an error of the user's code into Refuted if `expanded` is not empty; the message names it.
 
-    `expanded` are layers that return one row for all samples, which was expanded to a row for each; the message names them.
+    `expanded`: names of layers that return one row for all samples, which was expanded to a row for each sample.
     """
     try:
         yield
@@ -290,7 +293,7 @@ def blamed_on(expanded: set[str]) -> Iterator[None]:
 
 
 def _values(parameters: dict[str, nn.Parameter]) -> Tensor:
-    """Checksums of the first SAMPLED values of each floating-point parameter, and 0 for other ones."""
+    """Checksums [parameters] of the first SAMPLED values of each; of an empty tensor for 8-bit, integer and meta parameters."""
     tensors = [local(p.detach()) for p in parameters.values()]
     compared = [t.is_floating_point() and t.element_size() > 1 and not t.is_meta for t in tensors]
     found = [t.contiguous() if fits else torch.empty(0) for t, fits in zip(tensors, compared, strict=True)]
@@ -316,7 +319,7 @@ def _gradients(pairs: Sequence[tuple[Tensor, Tensor]], weights: dict[str, Tensor
 
 
 def _grad(pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Gradients of (output, cotangent) pairs with respect to `inputs`, without the user's gradient hooks.
+    """Gradients of (output, cotangent) pairs with respect to `inputs`, without the user's hooks on these; None: no gradient.
 
     Raises:
         GramianError: for a reentrant checkpoint, which cannot be differentiated in this way.

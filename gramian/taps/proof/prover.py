@@ -1,14 +1,17 @@
 """The row proof of one call and one set of outputs: sums, replacements, order and single units (see `gramian.taps.proof`).
 
-In: the arguments of the call by sample, and which outputs get a random cotangent. Out: `Proven`, or `Refuted` with the layer's
-name and what was seen. Legend: U units (samples, or groups of rows or tokens that belong together), B rows of the batch.
+In: the arguments of the call by sample, and which outputs get a random output gradient (cotangent). Out: `Proven`, or the
+exception `Refuted` with the layer's name and what differed. Legend: B rows of the batch, U units (rows, or groups of rows or
+tokens that count as one sample).
 
-Cost: 2⌈log₂ U⌉ + 4 forwards and backwards for each set of outputs that is proven by itself, one more with dropout, and up to 4
-of single samples where a loader pads; where units have several rows, 2⌈log₂ B⌉ + 2 that show whether these are independent.
-Memory beyond a training step: copies of the arguments and buffers, two random cotangents, about 40 bytes for each row of a
-call, and in part 1 one gradient.
+Cost: 2⌈log₂ U⌉ + 4 forwards and backwards for each set of outputs that is proven by itself, two more with dropout, and up to 4
+of single samples if a loader pads. If units have several rows, 2⌈log₂ B⌉ + 2 more show whether these rows are independent. If
+the model draws random numbers other than dropout's, 2⌈log₂ U⌉ + 1 more for each further random state (20 states for 2 samples,
+1 for 10). Memory beyond a training step: copies of the arguments and buffers, two random cotangents, about 40 bytes for each
+row of a call, and in part 1 one gradient.
 """
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +22,7 @@ from torch import Tensor
 
 from gramian.taps.model.preserve_state import InitialState
 from gramian.taps.proof.carried_state import changed, refuse_attribute, refuse_buffers
-from gramian.taps.proof.evaluation_mode import evaluating
+from gramian.taps.proof.evaluation_mode import WithoutDropout, evaluating
 from gramian.taps.proof.proof_runs import Execute, ProofRuns, Refuted, SecondAxis, Source, TappedRun
 from gramian.taps.proof.row_comparison import EQUAL, RowComparison
 from gramian.taps.proof.sample_arguments import SampleArguments, donors
@@ -27,36 +30,41 @@ from gramian.taps.proof.single_unit import FindAlone, UnitAlone, compare_alone, 
 from gramian.taps.sites.generic import REPRODUCES
 from gramian.taps.tapped_model import Call, TappedModel
 
+CHANCE = 1e-6
+"""Largest probability that a model which permutes samples at random leaves them in place at every random state of a proof."""
+
 
 @dataclass
 class Proven:
-    """Result of a row proof on one batch: which calls and outputs it covers, and how it was shown."""
+    """Result of a row proof on one batch: which calls of layers and outputs of the model it covers, and by which runs."""
 
     calls: frozenset[Call]
     shared: frozenset[str]
-    """Layers that see one row for all samples, and whose output may be expanded to a row for each sample."""
+    """Layers that process one row for all samples, and whose output may be expanded to a row for each sample."""
     units: int
     runs: int
     reversal: bool
     """True if a run of the reversed batch was compared."""
     alone: str
-    """How units ran alone: "slice" or "collated", perhaps "…, beside a copy of itself"; or the reason why none did."""
+    """How units ran alone: as a "slice" of the batch or "collated" by the loader, perhaps "…, beside a copy of itself"; or the
+    reason why none did."""
     fixed: tuple[int, ...] = ()
-    """Indices of arguments whose first axis has size B by chance, and which therefore carry no samples."""
+    """Indices of arguments whose first axis has size B by chance and has no samples."""
     open_outputs: dict[int, str] = field(default_factory=dict)
-    """{index of an output: its name, and why it was not proven}: no backward may go through it."""
+    """{index of an output that was not proven: its name and the reason}; a backward through it raises GramianError."""
     exact: bool = True
-    """True if rows of samples that stayed were equal bit for bit in all runs."""
+    """True if rows of samples that were not replaced were equal bit for bit in all runs."""
     silent: frozenset[Call] = frozenset()
-    """Calls whose output gradient was zero in this proof, so that nothing was shown about them."""
+    """Calls of layers whose output gradient was zero in this proof, so that nothing was shown about them."""
     partition: tuple[int, ...] | None = None
-    """The grouping of rows into units, where rows of one unit depend on each other: other groupings are not proven."""
+    """The unit of each row, if rows of one unit depend on each other, so that only this grouping is proven; None: any is."""
     unpadded: tuple[Any, ...] | None = None
-    """Sizes of a batch in which the loader padded no sample; other sizes are still to be proven with padding. Else None."""
+    """Shapes of the batch if the loader padded no sample in it, so that padding is still to be proven. None: some sample was
+    padded, or none was collated alone by a loader."""
     stateful: bool = False
     """True if a forward changes buffers or attributes of the model."""
     shows: bool = True
-    """False if no sample had a gradient, or one was not finite, so that a later batch must be proven."""
+    """False if no sample had a gradient, or one was not finite, so that nothing was shown and a later batch must be proven."""
 
 
 class Prover:
@@ -80,7 +88,8 @@ class Prover:
             execute: runs the model, or the loss, on arguments.
             samples: the arguments by sample.
             seed: seed of the numbering, the replacements and the cotangents.
-            lone: returns some samples as a loader would collate them alone; if empty, a slice of the batch is taken.
+            lone: returns some of the given samples, each collated alone by a loader; if it returns none, a unit that runs
+                alone is a slice of the batch.
             second_axis: which outputs have their samples on axis 1 (see `ProofRuns`).
             beginning: the state from which every run begins; None: the present one.
         """
@@ -89,9 +98,9 @@ class Prover:
         self.runs = ProofRuns(model, execute, samples, seed, second_axis, beginning)
         self._compare = RowComparison(self.runs)
         self.fits_alone = False
-        """True if a sample ran alone with every input that carries no samples unchanged."""
+        """True if the model ran on one sample alone, with inputs that have no row per sample unchanged."""
         self._unread: set[str] = set()
-        """Attributes that store samples, but on which no later batch depends."""
+        """Names of module attributes that depend on samples, but on which no later batch depends."""
         self._contents = samples.contents()
         self._count = samples.batch if self._units is None else self._units.count
         self._numbers = self._draw.sample(range(self._count), self._count)
@@ -106,14 +115,17 @@ class Prover:
         """Run the proof for some outputs together.
 
         Args:
-            choose: returns the indices of the outputs that get a cotangent, from the outputs.
+            choose: returns, from all outputs, the indices of those that get a cotangent.
             sums_only: True to show only that the taps' sums are autograd's gradients (part 1).
 
+        Returns:
+            What was shown.
+
         Raises:
-            Refuted: naming the layer and what was seen.
+            Refuted: naming the layer and what differs.
             GramianError: from a tap, naming the layer.
         """
-        runs = self.runs
+        runs, self._compare = self.runs, RowComparison(self.runs)  # a repeated run has the cotangents of these outputs
         outputs, gradients = runs.untapped(choose)
         chosen = [i for i, cotangent in enumerate(runs.cotangents) if cotangent is not None]
         lone = [] if sums_only else self._lone(range(self._count))
@@ -146,7 +158,7 @@ class Prover:
     # ---- replacements ----------------------------------------------------------------------------------------------
 
     def separating_sets(self) -> list[set[int]]:
-        """2⌈log₂ U⌉ sets of units such that for every ordered pair (i, j) of units some set has j and not i."""
+        """2⌈log₂ U⌉ sets of units to replace, such that for every ordered pair (i, j) of units some set has j and not i."""
         bits = max(1, (self._count - 1).bit_length())
         return [
             {unit for unit, number in enumerate(self._numbers) if number >> bit & 1 == value}
@@ -154,28 +166,35 @@ class Prover:
             for value in (0, 1)
         ]
 
-    def separate(self, base: TappedRun, replaced: set[int]) -> None:
-        """Run the batch with the units in `replaced` replaced; the rows of all others must be those of the run `base`.
+    def separate(self, base: TappedRun, replaced: set[int], compare: RowComparison | None = None) -> None:
+        """Run the batch with other content for the units in `replaced`; the rows of all other units must not change.
+
+        Args:
+            base: the run without replacements.
+            replaced: numbers of the units to replace.
+            compare: has the order of samples in which `base` ran, for units of one row; None: the order of the batch.
 
         Raises:
-            Refuted: if a row of a unit that stayed changes.
+            Refuted: if a row of a unit that was not replaced changes; under privacy also if buffers, or attributes that a
+                later batch depends on, change.
         """
         source: Source
+        compare = compare or self._compare
+        order = range(self._count) if self._units is not None else compare.order
         if self._units is not None and self._units.ids.dim() == 2:
             source = self._other_tokens(replaced)
         else:
             units = self._unit_of_rows()
             stayed_rows = [row for row, unit in enumerate(units) if unit not in replaced]
             pairs = zip(units, donors(self._contents, stayed_rows, self._draw), strict=True)
-            source = [
-                donor if unit in replaced and donor is not None else row for row, (unit, donor) in enumerate(pairs)
-            ]
-        stayed = [unit for unit in range(self._count) if unit not in replaced]
+            rows = [donor if unit in replaced and donor is not None else row for row, (unit, donor) in enumerate(pairs)]
+            source = rows if self._units is not None else [rows[sample] for sample in order]
+        stayed = [place for place, unit in enumerate(order) if unit not in replaced]
         run = self.runs.tapped(source)
         if self._private:
             refuse_buffers(base.buffers, run.buffers)
             self._refuse_memory(base, run)
-        change = self._compare.first_change(base, run, stayed, stayed)
+        change = compare.first_change(base, run, stayed, stayed)
         if change is not None:
             raise Refuted(
                 f"{change[0]} when other samples are replaced; expected rows that depend on one sample each, those of a sample "
@@ -183,7 +202,7 @@ class Prover:
             )
 
     def _other_tokens(self, replaced: set[int]) -> Tensor:
-        """For each token place [B, T] the token to put there: another token of the batch for replaced units, else itself."""
+        """Index of the token to put in each place [B, T]: a random token of the batch for replaced units, else the same."""
         assert self._units is not None
         ids_BT = self._units.ids.cpu()
         places = torch.arange(ids_BT.numel())
@@ -193,10 +212,10 @@ class Prover:
         return torch.where(goes, shuffled, places).view(ids_BT.shape)
 
     def _refuse_memory(self, base: TappedRun, run: TappedRun) -> None:
-        """Raise Refuted, under privacy, if a later batch depends on samples that modules store in attributes.
+        """Raise Refuted if a later batch depends on samples that modules store in attributes.
 
-        Attributes that differ after a run of the batch (`base`) and of other samples (`run`, the last run) may be a record that
-        nothing reads, so a batch is run after each of them.
+        Attributes that differ between `base`, the run of the batch, and `run`, the last one, on other samples, may never be
+        read. So the batch is run again after each of both, and the two results are compared.
         """
         names = changed(base.remembered, run.remembered)
         if self._unread.issuperset(names):
@@ -209,17 +228,43 @@ class Prover:
             refuse_attribute(names[0])
         self._unread.update(names)
 
+    def _repeat_at_other_random_states(self) -> None:
+        """Repeat the replacements with other random states, on the reversed batch if each row is a unit.
+
+        A model that permutes samples at random (mixup) leaves them in place at 1 of U! random states, which would hide the
+        mixing; one that sorts them leaves a sorted batch in place. With random numbers, a run of the reversed batch cannot be
+        compared with one of the batch itself.
+
+        Raises:
+            Refuted: if a row of a unit that was not replaced changes.
+        """
+        order = list(reversed(self.runs.everyone)) if self._units is None else None
+        for _ in range(math.ceil(-math.log(CHANCE) / math.lgamma(self._count + 1)) if self._count > 1 else 0):
+            with self.runs.beginning.advanced():
+                compare = RowComparison(self.runs, order)
+                base = self.runs.tapped(compare.order)
+                for replaced in self.separating_sets():
+                    self.separate(base, replaced, compare)
+
     # ---- order, and units alone ------------------------------------------------------------------------------------
 
     def _reorder(self, base: TappedRun, chosen: Sequence[int], lone: Sequence[UnitAlone]) -> tuple[bool, str]:
         """Compare the run `base` with one of the reversed batch, and with runs of single units (`lone`).
 
-        Where random numbers were drawn, both run in evaluation mode: a sample alone would draw another dropout mask.
+        If random numbers were drawn, all run in evaluation mode: a sample alone would draw another dropout mask. If some of
+        them are not dropout's, the replacements are repeated first. `chosen`: indices of the outputs with a cotangent.
 
         Returns:
-            Whether the reversed batch was compared, and how units ran alone.
+            Whether the reversed batch was compared; and how units ran alone, or why none did (`Proven.alone`).
+
+        Raises:
+            Refuted: if rows or gradients differ.
         """
         if base.drew:
+            with WithoutDropout():
+                beyond_dropout = self.runs.tapped(self.runs.everyone).drew
+            if beyond_dropout:
+                self._repeat_at_other_random_states()
             with evaluating(self._root):
                 try:
                     base = self.runs.tapped(self.runs.everyone, alone=[unit.number for unit in lone])
@@ -252,7 +297,7 @@ class Prover:
             )
 
     def _lone(self, among: Sequence[int]) -> list[UnitAlone]:
-        """Units of `among` to run alone: the loader's choice, else the first in the numbering; none if units share rows."""
+        """Units of `among` to run alone: those that the loader collated, else the lowest numbered; none if units share rows."""
         collated = self._find_lone(among) if self._units is None else []
         if collated:
             return [UnitAlone(one.row, [one.row], one) for one in collated]
@@ -261,13 +306,13 @@ class Prover:
         return [] if first is None else [UnitAlone(first, [i for i, unit in enumerate(units) if unit == first], None)]
 
     def _unit_of_rows(self) -> list[int]:
-        """The unit of each row; empty if several units share rows."""
+        """The unit of each row; empty if units are groups of tokens, so that several may share a row."""
         if self._units is None:
             return list(self.runs.everyone)
         return self._units.ids.tolist() if self._units.ids.dim() == 1 else []
 
     def _unpadded(self, lone: Sequence[UnitAlone]) -> tuple[Any, ...] | None:
-        """Sizes of the batch if every sample that the loader collated alone has the same sizes; else None."""
+        """Shapes of the batch's arguments if all samples that the loader collated alone have the same ones; else None."""
         sizes, collated = self._samples.sizes, [unit.collated for unit in lone if unit.collated is not None]
         alone = [self._samples.of_one(one.arguments).sizes for one in collated]
         return sizes if alone and all(one == sizes for one in alone) else None
@@ -281,7 +326,7 @@ class Prover:
     # ---- one row for all samples -----------------------------------------------------------------------------------
 
     def _refuse_shared_samples(self, base: TappedRun) -> None:
-        """Raise Refuted if a row that a layer sees for all samples changes when the batch is rolled by one."""
+        """Raise Refuted if the one row that a layer processes for all samples changes when the batch is rolled by one."""
         batch = self._samples.batch
         run = self.runs.tapped([(i + 1) % batch for i in range(batch)])
         shared = {(layer, ordinal) for layer, ordinal, rows in base.calls if rows == 0}

@@ -1,8 +1,9 @@
-"""Comparison of two runs of a proof: are rows unchanged, and are the taps' sums autograd's gradients, up to rounding.
+"""Compare two runs of a row proof: rows must be unchanged, and the taps' gradient sums equal to autograd's, up to rounding.
 
-Rows are compared bit for bit where two equal runs are equal and every call has the same rows. Elsewhere (experts, ragged
-rows,
-atomic additions) they may be apart by 4 times the difference of two equal runs, or by 64 ε of the tensor's largest value.
+A row is what a layer's input, output gradient or the model's output has for one sample. Rows must be equal bit for bit if two
+runs of the same batch are, and if layers have as many rows in both runs. Otherwise (mixtures of experts, ragged rows, atomic
+additions) they may differ by 4 times the difference of two runs of the same batch, or by 64 ε of the tensor's largest value
+(8 ε in half precision), whichever is larger.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,32 +12,32 @@ import torch
 from torch import Tensor
 
 from gramian.taps.audit import AGREES
-from gramian.taps.proof.proof_runs import HALF, SCALE, ProofRuns, Refuted, TappedRun
-from gramian.taps.proof.row_fingerprint import Fingerprint
+from gramian.taps.proof.proof_runs import SCALE, ProofRuns, Refuted, TappedRun
+from gramian.taps.proof.row_fingerprint import Fingerprint, relative_rounding
 from gramian.taps.proof.row_recorder import Key, disagreement, sketches_of
 from gramian.taps.sites.generic import REPRODUCES
 
 ONE_ROW = "; or a batch axis of 1 where a layer sees no sample: positions of shape [1, T], not [T]"
-ROUNDING = 64
-"""Where bits cannot be equal, rows may differ by this many ε of the tensor's largest value."""
-ROUNDING_OF_HALF = 8
-"""The same number of ε for half precision, where 64 ε would be half of the value."""
-EQUAL = {dtype: ROUNDING * torch.finfo(dtype).eps for dtype in REPRODUCES}
+EQUAL = {dtype: 64 * torch.finfo(dtype).eps for dtype in REPRODUCES}
 """Largest relative difference between two runs on the same samples, by dtype: 64 ε."""
 
 
 class RowComparison:
     """Compares runs of one proof with each other: their rows, outputs and gradient sums."""
 
-    def __init__(self, runs: ProofRuns) -> None:
-        """Store the runs; nothing is compared yet."""
+    def __init__(self, runs: ProofRuns, order: Sequence[int] | None = None) -> None:
+        """Store the proof's runs; `order` has the sample in each place of the run that others are compared with.
+
+        None: the order of the batch.
+        """
         self._runs = runs
+        self.order = runs.everyone if order is None else order
         self._repeated: TappedRun | None = None
-        """A second run of the batch as it is, made when bits first differ; None before."""
+        """A second run of the samples in `order`, made when rows first differ in a bit; None before."""
 
     @property
     def exact(self) -> bool:
-        """True if rows were equal bit for bit in all comparisons so far."""
+        """True if rows were equal bit for bit in all comparisons so far, except those with `tolerances`."""
         return not self._repeated
 
     def first_change(
@@ -47,14 +48,17 @@ class RowComparison:
         places: Sequence[int],
         tolerances: Mapping[torch.dtype, float] | None = None,
     ) -> tuple[str, str] | None:
-        """(text naming the first tensor of which a row differs between two runs, advice); None: no row differs.
+        """Find the first tensor with a row that differs between two runs.
 
         Args:
-            base: the run of the batch as it is.
+            base: the run to compare with, in the order `order`.
             run: another run.
-            rows: rows of `base` that are compared.
-            places: the rows of `run` that they are compared with.
-            tolerances: relative, by dtype; None: bit for bit, or as far as two equal runs are apart.
+            rows: numbers of the rows of `base` that are compared.
+            places: numbers of the rows of `run` that they are compared with, in the same order.
+            tolerances: largest relative difference by dtype; None: bit for bit, or as two runs of the same batch differ.
+
+        Returns:
+            Error text that names layer and tensor, and advice to append (may be empty); None if no row differs.
         """
         if base.rows.keys() != run.rows.keys():
             odd = sorted(base.rows.keys() ^ run.rows.keys())[0]
@@ -101,10 +105,12 @@ class RowComparison:
                 )
 
     def compare_sums(self, base: TappedRun, gradients: dict[str, Tensor | None]) -> bool:
-        """True if the taps' gradient sums agree with autograd's; False if one is not finite, so that nothing was shown.
+        """True if the taps' gradient sums in the run `base` agree with autograd's; False if one is not finite (nothing shown).
+
+        `gradients` {parameter: SCALE times autograd's gradient} are from the run without taps.
 
         Raises:
-            Refuted: naming a parameter whose sum differs; `gradients` are SCALE times autograd's.
+            Refuted: naming a parameter whose sum differs.
         """
         halved = sketches_of(gradients)
         bad = disagreement(base.recorder.totals, halved, AGREES, floor=base.rounding, factors=(SCALE,))
@@ -117,7 +123,10 @@ class RowComparison:
         return all(sketch.finite for sketch in (*base.recorder.totals.values(), *halved.values()))
 
     def _pairs(self, base: TappedRun, run: TappedRun) -> list[tuple[str, Fingerprint, Fingerprint, "Key | int"]]:
-        """(title, tensor of `base`, of `run`, key): of inputs, output gradients, sums over calls, outputs, in this order."""
+        """(title, tensor of `base`, of `run`, key) of all tensors to compare, in the order in which errors are reported.
+
+        First inputs of layers, then output gradients, gradients joined over several calls, and outputs of the model.
+        """
         pairs: list[tuple[str, Fingerprint, Fingerprint, Key | int]] = [
             (f"{key[1] or 'model'}: the {base.sides[key]}", base.rows[key], run.rows[key], key)
             for side in ("input", "output gradient", "sum over calls")
@@ -129,12 +138,13 @@ class RowComparison:
         return pairs + [(f"{runs.titles[i]}: the row", *both, i) for i, both in outputs if i in with_gradient]
 
     def _allowed(self, base: TappedRun, run: TappedRun, key: "Key | int", one: Fingerprint) -> float:
-        """Largest difference allowed between rows: −1 (none) where two equal runs are equal and calls have the same rows.
+        """Largest difference allowed between rows of the tensor `key` (`one` in `base`); −1: they must be equal bit for bit.
 
-        Inputs and outputs are compared bit for bit where two equal forwards are equal, whatever their backwards do.
+        It is −1 if two runs of the same batch are equal bit for bit, and all calls have as many rows in `run` as in `base`. For
+        inputs and outputs it is enough that the two forwards are equal, whatever their backwards are.
         """
         if self._repeated is None:
-            self._repeated = self._runs.tapped(self._runs.everyone)
+            self._repeated = self._runs.tapped(self.order)
         repeated, forward = self._repeated.rows, isinstance(key, int) or base.sides[key] == "input"
         sides = [k for k in base.rows if base.sides[k] == "input" or not forward]
         equal = all(k in repeated and torch.equal(base.rows[k].hashes_R, repeated[k].hashes_R) for k in sides)
@@ -142,16 +152,16 @@ class RowComparison:
             return -1.0
         again = self._repeated.outputs[key] if isinstance(key, int) else repeated.get(key)
         between = 0.0 if again is None else float(one.moved(again).max())
-        return max(4 * between, (ROUNDING if one.eps < HALF else ROUNDING_OF_HALF) * one.eps * one.largest)
+        return max(4 * between, relative_rounding(one.eps) * one.largest)
 
 
 def _sees_no_sample(base: TappedRun, run: TappedRun, key: "Key | int") -> bool:
-    """True if all inputs of the call `key` are equal in two runs on different samples."""
+    """True if all inputs of the layer call `key` are equal in two runs on different samples."""
     inputs = [k for k, side in base.sides.items() if side == "input" and not isinstance(key, int) and k[:3] == key[:3]]
     return bool(inputs) and all(torch.equal(base.rows[k].hashes_R, run.rows[k].hashes_R) for k in inputs)
 
 
 def _tolerance(tolerances: Mapping[torch.dtype, float], base: TappedRun) -> float:
-    """The tolerance of the narrowest dtype that took part in a run."""
+    """The tolerance of the narrowest dtype among the tensors of a run."""
     narrowest = max((print_.eps for print_ in (*base.rows.values(), *base.outputs)), default=0.0)
     return next(tolerance for dtype, tolerance in tolerances.items() if torch.finfo(dtype).eps >= narrowest)

@@ -1,7 +1,7 @@
 """Fingerprints of rows: a hash that is equal for equal bits, and random projections that measure how far rows are apart.
 
-Shapes: R rows (samples or units), S positions and D features of a row, K projections. A tensor [R, …, D] is read as [R, S,
-D].
+Shapes: R rows (one per sample, or per group that counts as one), S positions and D features of a row, K projections. A tensor
+[R, …, D] is read as [R, S, D].
 """
 
 import math
@@ -14,6 +14,8 @@ from torch import Tensor
 from gramian.linalg.wide import pieces
 
 PROJECTIONS = 4
+HALF = 1e-4
+"""Threshold on the machine ε of a dtype: half precision and narrower dtypes lie above it."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -22,7 +24,7 @@ class Fingerprint:
     """A tensor of R rows, reduced to a hash and K projections of each row (about 40 bytes), to compare rows of two runs."""
 
     hashes_R: Tensor
-    """64-bit hash of each row, on the CPU: equal rows have equal hashes, different ones with probability 2⁻⁶⁴."""
+    """64-bit hash of each row, on the CPU: equal rows have equal hashes, different ones only with probability 2⁻⁶⁴."""
     projections_RK: Tensor
     """Projection of each row on K random directions of expected squared length 1, float64, on the CPU: a row that changes by δ
     everywhere changes each projection by about δ."""
@@ -66,7 +68,7 @@ class Fingerprint:
         return apart.nan_to_num(torch.inf)
 
     def finite(self) -> Tensor:
-        """True for rows of finite numbers: [R]."""
+        """Mask [R], True for rows in which all numbers are finite."""
         return self.projections_RK.isfinite().all(1)
 
 
@@ -75,7 +77,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _largest(real: Tensor) -> float:
-    """Largest absolute value among finite ones, 0 if there are none. One pass where all are finite."""
+    """Largest absolute value among the finite ones, 0 if there are none. One pass if all are finite."""
     if not real.numel():
         return 0.0
     largest = float(torch.linalg.vector_norm(real, torch.inf))
@@ -101,3 +103,8 @@ def _directions(seed: int, count: int, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed((seed ^ 0x5DEECE66D) & (2**63 - 1))
     drawn = torch.randn(count, PROJECTIONS, generator=generator, dtype=torch.float64)
     return drawn.div(max(count, 1) ** 0.5).to(device)
+
+
+def relative_rounding(eps: float) -> float:
+    """Relative rounding error of a few operations in a dtype of machine ε `eps`: 64 ε; 8 ε in half precision, 64 being half."""
+    return (64 if eps < HALF else 8) * eps

@@ -1,7 +1,8 @@
-"""When a model is proven: on the first batch of every structure of inputs, and when a call appears that no proof has seen.
+"""When a row proof runs: on the first batch of every structure of inputs, and for calls of layers that no proof has seen.
 
-`RowProof` stores the proofs of one model and runs a `BatchProof` where none of them covers a batch: before an eager forward
-(`guard`), before a compiled one (`before_compiled`), and before a sharded one on all processes together (`together`).
+The row proof checks that each row depends on its own sample alone. `RowProof` stores the proofs of one model and runs a
+`BatchProof` if none of them covers a batch: before an eager forward (`guard`), before a compiled one (`before_compiled`), and
+before an FSDP2 one on all processes together (`together`).
 """
 
 import hashlib
@@ -34,24 +35,24 @@ Forward = Callable[[Any, Any], Any]
 
 
 def check_proof(proof: Any, field: str = "proof") -> None:
-    """Raise GramianError unless `proof` is "auto", "off" or a positive number of steps; `field` names the option."""
+    """Raise GramianError unless `proof` is "auto", "off" or a positive integer; `field` is the option's name in the message."""
     period = isinstance(proof, int) and not isinstance(proof, bool) and proof > 0
     if proof not in ("auto", "off") and not period:
         raise GramianError(f'{field}: expected "auto", "off" or a number of steps above 0, got {proof!r}')
 
 
 def no_loader(samples: SampleArguments, among: Collection[int]) -> list[SampleAlone]:
-    """Return no samples: without a loader none can be collated alone."""
+    """Return an empty list: without a loader, no sample of `samples` can be collated alone."""
     return []
 
 
 @dataclass
 class RowProof:
-    """The row proofs of one model: runs them where needed, and stores what they showed."""
+    """The row proofs of one model: runs them before batches that are not covered, and stores their results."""
 
     model: TappedModel
     proven: dict[Any, Proven] = field(default_factory=dict)
-    """{structure of a batch: result of its proof}."""
+    """{structure of a batch (see `batch_structure`): result of its proof}."""
     open_batches: int = 0
     """Number of batches whose samples were all equal, on which nothing could be shown."""
     lone: CollateAlone = no_loader
@@ -59,18 +60,18 @@ class RowProof:
     _stateful: bool = False
     """True if forwards change buffers or attributes, which are restored before a forward runs a second time."""
     _silent: frozenset[Any] = frozenset()
-    """Calls whose output gradient was zero in every proof so far, so that nothing was shown about them."""
+    """Calls of layers whose output gradient was zero in every proof so far, so that nothing was shown about them."""
     _silent_forwards: int = 0
     """Number of forwards with a call in `_silent`."""
     _without_padding: int = 0
-    """Number of batches covered only by a proof that saw no padding, or no sample collated alone by the loader."""
+    """Number of batches covered only by a proof in which no sample was padded, or none was collated alone by the loader."""
     _summed: set[Any] = field(default_factory=set)
-    """Structures for which only the taps' sums were proven, where a layer sees one row for all samples."""
+    """Structures that were checked for layers with one row for all samples; if there are any, the taps' sums were proven."""
     _sizes: set[Any] = field(default_factory=set)
-    """Structure and argument shapes of compiled forwards whose calls are known."""
+    """Structure and argument shapes of compiled forwards whose calls of layers are covered by a proof."""
 
     def know_loader(self, lone: CollateAlone) -> None:
-        """Set `lone`, which collates samples alone as a loader does, and drop earlier proofs, which saw no such sample."""
+        """Set `lone`, which collates samples alone as a loader does, and drop earlier proofs, which ran no such sample."""
         self.lone = lone
         self.proven.clear()
 
@@ -81,9 +82,20 @@ class RowProof:
     # ---- three kinds of forwards -----------------------------------------------------------------------------------
 
     def guard(self, forward: Forward, args: Any, kwargs: Any, batch: int, proven_before: bool = False) -> Any:
-        """Run the user's forward on a proven batch and return its output; calls that no proof has seen are proven afterwards.
+        """Run the user's forward and return its output; a row proof runs before it, and after it for calls not yet proven.
 
-        `proven_before`: `together` has proven the batch on all processes.
+        The proof runs only if no earlier one covers the batch, or one is to be repeated. After the forward, outputs that could
+        not be proven get a hook that raises in a backward.
+
+        Args:
+            forward: runs the root on (args, kwargs).
+            args: positional arguments.
+            kwargs: keyword arguments.
+            batch: number B of samples.
+            proven_before: True if `together` has proven the batch on all processes (FSDP2).
+
+        Raises:
+            GramianError: if the proof fails, or an FSDP2 model makes a call of a layer that was not proven.
         """
         model, root = self.model, self.model.root_module
         key, samples = self._key(args, kwargs, batch)
@@ -127,10 +139,12 @@ class RowProof:
         return output
 
     def before_compiled(self, forward: Forward, args: Any, kwargs: Any, batch: int) -> None:
-        """Prove a compiled forward before it runs: for every size of arguments an eager forward lists the calls.
+        """Run the row proof before a compiled forward, unless earlier proofs cover it; arguments as in `guard`.
+
+        For each new set of argument shapes, an eager forward lists the calls of layers to be covered.
 
         Raises:
-            GramianError: if the proof fails, or leaves an output unproven, whose backward a graph cannot refuse.
+            GramianError: if the proof fails, or does not prove some output: a compiled graph cannot stop a backward through it.
         """
         key, samples = self._key(args, kwargs, batch)
         tells_apart, execute = self.model.tells_samples_apart, partial(_execute, forward)
@@ -153,7 +167,9 @@ class RowProof:
             )
 
     def together(self, forward: Forward, args: Any, kwargs: Any, batch: int) -> None:
-        """Prove an FSDP2 forward on all processes that gather weights for each other, or on none; some may only run along.
+        """Run the row proof before an FSDP2 forward if any process needs one; arguments as in `guard`. Collective.
+
+        Processes that need none make as many forwards and backwards, because each run gathers weights from all processes.
 
         Raises:
             GramianError: on every process, if the proof fails on one.
@@ -190,14 +206,14 @@ class RowProof:
 
     @contextmanager
     def in_company(self, forward: Callable[[], Any], *, repeated: bool = False) -> Iterator[None]:
-        """Context manager for a proof on several processes: one that is done runs along until the last one is.
+        """Context manager for a proof on several processes: one that is done makes further runs until all are done.
 
-        Weights that are zero stay replaced by random ones until every rank is done: other ranks gather the shards of this
+        Weights that are all zero have random values until every rank is done, because other ranks gather the shards of this
         one.
 
         Args:
             forward: the forward of the model on this process's batch.
-            repeated: True if this process repeats a run of a proof that it had before.
+            repeated: True if this process repeats an earlier proof; if one fails, the listeners of all processes are notified.
 
         Raises:
             GramianError: on every process, if the proof failed on one.
@@ -222,7 +238,7 @@ class RowProof:
             )
 
     def _run_along(self, forward: Callable[[], Any]) -> None:
-        """Run a forward and a backward that gather what the other processes need; the results are ignored."""
+        """Run a forward and a backward whose results are ignored, so that other processes can gather weights from this one."""
         with self.model.recorded_by(Recorder(0, None, self.model.batch_size)) as run, blamed_on(run.expanded):
             outputs = [y for y in output_tensors(forward()) if y.requires_grad]
             if outputs:
@@ -236,9 +252,9 @@ class RowProof:
     # ---- what covers a batch ---------------------------------------------------------------------------------------
 
     def _key(self, args: Any, kwargs: Any, batch: int) -> tuple[Any, list[SampleArguments]]:
-        """The structure under which a batch is proven, and its arguments by sample for every grouping into units.
+        """The structure under which a batch is proven, and its arguments by sample for every grouping of rows into units.
 
-        A proof with different numbers of tokens per sample covers batches where they are equal, too.
+        A proof of a batch whose samples have different numbers of tokens that count also covers batches with equal numbers.
         """
         key, found = structure_of(self.model, args, kwargs, batch)
         if key in self.proven:
@@ -251,11 +267,11 @@ class RowProof:
         return next(covers, key), found
 
     def _lacks(self, key: Any, groupings: Sequence[SampleArguments]) -> bool:
-        """True if no proof covers a batch: its structure, its grouping into units, and its padding.
+        """True if no proof covers a batch: its structure `key`, its groupings of rows into units, and its padding.
 
-        If a loader is known but no padding was seen so far, samples are collated alone again: those of batches of other
-        sizes,
-        and of the 1st, 2nd, 4th, 8th … further one. The model runs only if one of them is shorter.
+        If a loader is known but no sample of the proof was padded, samples are collated alone to look for padding: in batches
+        with new shapes, and in the 1st, 2nd, 4th, 8th … other batch. True then if one is shorter alone than in the batch. If no
+        sample of the proof was collated by the loader, it is asked in the same batches, and True if it collates one.
         """
         proven = self.proven.get(key)
         if proven is None:
@@ -274,7 +290,10 @@ class RowProof:
     # ---- proofs ----------------------------------------------------------------------------------------------------
 
     def _prove(self, key: Any, groupings: Sequence[SampleArguments], execute: Execute, sums_only: bool = False) -> None:
-        """Prove a batch for every grouping of rows into units that a listener uses, and store the result.
+        """Prove a batch of structure `key` for every grouping of rows into units that a listener uses, and store the result.
+
+        `sums_only`: show only that the taps' sums are autograd's gradients. If all samples are equal, nothing is stored, and
+        the listeners are notified (`proof_stays_open`).
 
         Raises:
             GramianError: if the proof fails.
@@ -301,7 +320,7 @@ class RowProof:
         """Repeat one run with replaced samples on this batch, whose structure `key` was proven before.
 
         Raises:
-            GramianError: if rows changed; the listeners are notified first.
+            GramianError: if rows of samples that were not replaced changed; the listeners are notified first.
         """
         proven = self.proven[key]
         for samples in groupings:
@@ -311,12 +330,15 @@ class RowProof:
         return BatchProof(self.model, execute, samples, self._seed, self.lone)
 
     def _seed(self) -> int:
-        """A seed that differs between proofs, and is the same in every run of a program."""
+        """A seed that changes with the number of proofs and forwards so far, and is the same in every run of a program."""
         digest = hashlib.blake2b(f"{len(self.proven)} {self.open_batches} {self.model.passes.begun}".encode())
         return int.from_bytes(digest.digest()[:6], "little")
 
     def _refuse_backward_through(self, output: Any, before: Collection[int], reasons: dict[int, str]) -> None:
-        """Hook the outputs in `reasons`, which were not proven, so that a backward through one raises GramianError."""
+        """Hook the outputs in `reasons`, {index: why it was not proven}, so that a backward through one raises GramianError.
+
+        Attributes of modules count as outputs, except tensors whose `id` is in `before`, which were there before the forward.
+        """
         if not reasons:
             return
         returned = output_tensors(output)

@@ -1,4 +1,4 @@
-"""The listener of a proof's run: records fingerprints of rows and projections of gradients, not the tensors themselves."""
+"""The listener in runs of a row proof: records fingerprints of rows and projections of gradients, not the tensors."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,20 +9,23 @@ from torch import Tensor
 
 from gramian.linalg.wide import wide
 from gramian.taps.gradients import PerSampleGradient
-from gramian.taps.proof.row_fingerprint import Fingerprint
+from gramian.taps.proof.row_fingerprint import Fingerprint, relative_rounding
 from gramian.taps.records import LayerRecord, ParameterRecord, PassInfo
 from gramian.taps.units import Units
 
 DIRECTIONS = 8
 """Number of random directions on which gradients of parameters are compared."""
+AMPLIFIED = 1e-11
+"""Rounding error of one parameter's gradient, relative to the norm of all gradients, that is always allowed. In float64 it is
+more than 64 ε, because layers amplify rounding (the backward of a layer norm divides it by the deviation of its input)."""
 
 Key = tuple[int, str, int, int]
-"""Key of a recorded tensor: (which forward of the run, layer, ordinal of its call, number of the tensor)."""
+"""Key of a recorded tensor: (number of the forward in the run, layer, number of its earlier calls, number of the tensor)."""
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """A parameter's gradient, reduced to projections on random directions, its norm, and an upper bound of its terms' norms."""
+    """A parameter's gradient, reduced to K random projections, its norm, and the sum of its terms' norms (`magnitude`)."""
 
     projections_K: Tensor
     norm: float
@@ -30,7 +33,7 @@ class Sketch:
     dtype: torch.dtype
     count: int
     sequential: bool = False
-    """True if autograd may add the gradient's tokens one after the other in their own dtype, as torch does on a CPU."""
+    """True if autograd may add the gradients of tokens one after the other in their own dtype, as torch does on a CPU."""
 
     @property
     def finite(self) -> bool:
@@ -41,7 +44,12 @@ class Sketch:
     def of(cls, gradient: Tensor, magnitude: Tensor | None = None, dtype: torch.dtype | None = None) -> "Sketch":
         """Sketch of a gradient G, seen as a matrix [first axis, rest]: projections ⟨u_k v_kᵀ, G⟩ and its norm. One pass.
 
-        A change Δ of G changes each projection by about ‖Δ‖. `magnitude` bounds the norms of G's terms.
+        A change Δ of G changes each projection by about ‖Δ‖.
+
+        Args:
+            gradient: G.
+            magnitude: sum of the norms of the terms of which G is the sum, 0-dim; None: 0 is stored.
+            dtype: narrowest dtype from which G was computed; None: its own.
         """
         real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
         first = real.shape[0] if real.dim() else 1
@@ -55,7 +63,10 @@ class Sketch:
 
     @classmethod
     def of_unit(cls, gradient: PerSampleGradient, unit: int) -> "Sketch":
-        """Sketch (projections, norm) of one unit's gradient, from a weighted sum and the per-sample norms. Two passes."""
+        """Sketch (projections, norm) of the gradient of one unit (sample), as weighted sums and norms compute it. Two passes.
+
+        The weights are 1 for the unit and 0 for all others.
+        """
         own, wide_type = gradient.select(unit, unit + 1), wide(gradient.tensors()[-1][:0]).dtype
         weights_U = torch.zeros(gradient.batch, device=gradient.tensors()[-1].device, dtype=wide_type)
         weights_U[unit] = 1
@@ -77,7 +88,7 @@ class Recorder:
     sums: bool = False
     """True to record a sketch (projections and norm) of every parameter's gradient summed over samples."""
     alone: Sequence[int] = ()
-    """Units whose own gradients are recorded as sketches (projections and norms)."""
+    """Units (samples, or groups that count as one) whose own gradients are recorded as sketches (projections and norms)."""
     per_sample: bool = True
     takes_shares: bool = False
     statistics: Sequence[Any] = ()
@@ -90,10 +101,10 @@ class Recorder:
     own: dict[int, dict[str, Sketch]] = field(default_factory=dict)
     """{unit: {parameter: projections and norm of the gradient attributed to the unit}} of the units in `alone`."""
     forwards: list[int] = field(default_factory=list)
-    """Numbers of the passes of this run, in order."""
+    """Numbers of the passes (forward and backward) of this run, in order."""
 
     def pass_info(self, number: int, batch: int) -> PassInfo:
-        """Begin a pass whose gradients are read without any scale, grouped by `units`."""
+        """Begin pass `number` of `batch` rows: gradients are grouped by `units` and not rescaled."""
         self.forwards.append(number)
         return PassInfo(number, batch, self.units, None, None, 1.0, 1.0)
 
@@ -108,7 +119,7 @@ class Recorder:
             self.sides[key] = "input" if t.untyped_storage().data_ptr() in inputs else "output gradient"
 
     def parameter(self, record: ParameterRecord) -> None:
-        """Record projections of a parameter's gradient sum and of units in `alone`, and fingerprints of joined uses."""
+        """Record projections of a parameter's gradient sum and of units in `alone`, and fingerprints if it has several uses."""
         gradient = record.gradient
         for number, t in enumerate(_tensors([gradient] if record.uses > 1 else [])):
             key = (self.forwards.index(record.info.number), record.parameter, 0, number)
@@ -140,7 +151,7 @@ class Recorder:
 
 
 def _tensors(gradients: Iterable[PerSampleGradient]) -> list[Tensor]:
-    """The stored tensors of some per-sample gradients, once each (two parameters of a layer share one)."""
+    """The stored tensors of some per-sample gradients, each once: weight and bias of a layer share the output gradient."""
     found = {(t.data_ptr(), t.shape): t for gradient in gradients for t in gradient.tensors()}
     return list(found.values())
 
@@ -164,15 +175,17 @@ def disagreement(
 ) -> tuple[str, float, float] | None:
     """(name, norm of the taps' gradient, norm of autograd's) of the first parameter whose gradients differ; None: all agree.
 
-    Args:
-        sketches: gradients that the taps attribute; a parameter without one got nothing.
-        theirs: autograd's gradients.
-        tolerances: largest relative difference, by the narrowest dtype that took part in the run.
-        floor: rounding of the largest terms of the taps' run, which remains where terms should cancel.
-        factors: possible ratios of autograd's to the taps' gradients; the best fit over all parameters is used.
+    A product of matrices has a float32 or wider accumulator, so its rounding error is ε of the result plus the accumulator's ε
+    of the sum of its terms' norms. For every parameter, 64 ε (half precision: 8 ε) or 1e-11 of the norm of all
+    gradients together counts as rounding.
+    If a gradient is not finite, nothing is compared and the result is None.
 
-    Rounding: a product of matrices has a float32 or wider accumulator, so its sum is off by ε of the result and by the
-    accumulator's ε of its terms' norms. Of all parameters together, 8 ε of the norm is rounding wherever it shows.
+    Args:
+        sketches: {parameter: the taps' gradient}; a parameter without one has a gradient of 0.
+        theirs: {parameter: autograd's gradient}.
+        tolerances: largest relative difference, by the narrowest dtype among all gradients.
+        floor: absolute rounding error of the largest terms in the taps' run, which is left if terms should cancel.
+        factors: possible ratios of autograd's to the taps' gradients; the best fit over all parameters is used.
     """
     if not all(sketch.finite for sketch in (*theirs.values(), *sketches.values())):
         return None  # what is not finite cannot be compared
@@ -183,7 +196,8 @@ def disagreement(
     every = [sketch.dtype for sketch in (*theirs.values(), *sketches.values())]
     dtype = max(every, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)  # runs differ by its rounding
     info, accumulator = torch.finfo(dtype), min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
-    floor = max(floor * max(1.0, abs(factor)), 8 * info.eps * sum(sketch.norm**2 for sketch in theirs.values()) ** 0.5)
+    total = sum(sketch.norm**2 for sketch in theirs.values()) ** 0.5
+    floor = max(floor * max(1.0, abs(factor)), max(relative_rounding(info.eps), AMPLIFIED) * total)
     for name, sketch in theirs.items():
         mine = sketches.get(name)
         if mine is None:

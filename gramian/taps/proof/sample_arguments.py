@@ -1,4 +1,4 @@
-"""The arguments of a forward by sample: which leaves carry samples, and the same call with other samples in its places."""
+"""The arguments of a forward by sample: which tensors and lists have rows of samples, and copies with other samples."""
 
 import copy
 import enum
@@ -26,7 +26,7 @@ WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 @dataclass(frozen=True)
 class SampleArguments:
-    """Flattened arguments of a forward, and the number of rows that each leaf has per sample (0: it carries no samples)."""
+    """Flattened arguments of a forward (`leaves`), and the number of rows that each has per sample (0: not split by sample)."""
 
     leaves: list[Any]
     spec: Any
@@ -38,25 +38,27 @@ class SampleArguments:
     def of(
         cls, arguments: Any, batch: int, *, given: bool = False, fixed: Sequence[int] = (), units: Units | None = None
     ) -> "SampleArguments":
-        """Find the leaves that carry samples: tensors whose axis 0 is k·B, and lists of B values, targets or tensors.
+        """Find the arguments that have rows of samples: tensors whose axis 0 is k·B, and lists of B values or targets.
 
         Args:
-            arguments: (args, kwargs), or a batch in any structure.
-            batch: B.
-            given: True if the user gave B: lists of B tensors then carry samples too.
-            fixed: indices of leaves that carry no samples although they have B rows.
-            units: which rows or tokens belong together; None: each row is a unit.
+            arguments: (args, kwargs), or a batch in any nested structure.
+            batch: number B of samples.
+            given: True if the user gave B: lists of B tensors then have one entry per sample, too.
+            fixed: indices of flattened arguments that have B rows by chance, and no samples.
+            units: groups of rows or tokens that count as one sample; None: each row is a sample.
         """
         leaves, spec = pytree.tree_flatten(arguments, is_leaf=lambda value: _is_list_of(value, batch, given))
         rows = [0 if i in fixed else _rows(leaf, batch) for i, leaf in enumerate(leaves)]
         return cls(leaves, spec, rows, batch, units)
 
     def ambiguous(self, strict: bool) -> list[int]:
-        """Indices of leaves, but the first tensor, whose axis 0 may be k·B by chance: a mask [T, T] where T is B or 2·B.
+        """Indices of tensors whose axis 0 may be k·B by chance and not have samples: a mask [T, T] with T = B or 2·B.
+
+        These are the tensors after the first that have k·B rows, k > 1, or that have B rows and a further axis of size B.
 
         Args:
-            strict: True: of leaves with B rows, those that have another axis of B; False: where the first tensor has another
-                axis of B, positions 0, 1, 2 … [T] too.
+            strict: False to add tensors of consecutive integers (positions) [B], if the first tensor has a further axis of
+                size B.
         """
         tensors = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         if not tensors:
@@ -71,7 +73,7 @@ class SampleArguments:
         ]
 
     def opaque(self) -> list[str]:
-        """Description, at most one, of an object that contains tensors with rows of samples, which cannot be replaced."""
+        """List with a description of the first object that contains tensors of k·B rows, which cannot be replaced; else []."""
         return [
             f"{type(leaf).__name__} with a tensor of shape {list(t.shape)}"
             for leaf, rows in zip(self.leaves, self.rows, strict=True)
@@ -96,13 +98,13 @@ class SampleArguments:
 
     @property
     def sizes(self) -> tuple[Any, ...]:
-        """Shapes, without the first axis, of the tensors that carry samples."""
+        """Shapes, without the first axis, of the tensors that have rows of samples."""
         pairs = zip(self.leaves, self.rows, strict=True)
         return tuple(tuple(leaf.shape[1:]) for leaf, rows in pairs if rows and isinstance(leaf, Tensor))
 
     @property
     def partition(self) -> tuple[int, ...] | None:
-        """The unit of each row, numbered by first occurrence; None if each row is a unit, or tokens have units."""
+        """The unit of each row, numbered by first occurrence; None if each row is a unit, or units are groups of tokens."""
         if self.units is None or self.units.ids.dim() != 1:
             return None
         numbers: dict[int, int] = {}
@@ -111,7 +113,7 @@ class SampleArguments:
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """Hashable structure of the arguments, without sizes: nesting, dtypes, ranks, flags, and which leaves carry samples."""
+        """Hashable structure of the arguments, without sizes: nesting, dtypes, axes, flags, and which have rows of samples."""
         kinds = [
             (str(leaf.dtype), leaf.dim(), bool(rows), None if rows else _flag(leaf))
             if isinstance(leaf, Tensor)
@@ -121,13 +123,13 @@ class SampleArguments:
         return (str(self.spec), *kinds, None if self.units is None else self.units.ids.dim())
 
     def uneven(self) -> tuple[tuple[int, str], ...]:
-        """Leaves in which samples differ in how many of their tokens count, each with the evidence.
+        """(index of an argument, evidence) pairs, with the evidence that samples differ in how many of their tokens count.
 
         "counts": samples have different numbers of −100, or of zeros in a mask (zeros and one or two other values). "ignored":
-        some number is −100. "values": numbers, one for each sample (lengths, labels, weights), differ. A mean over the tokens
-        of a batch tells samples apart as long as such numbers are equal, and `x[mask]` has as many rows of each; so a batch in
-        which they are not is proven by itself. The first tensor is content, up to −100. Cost: some passes over each leaf, one
-        synchronisation with the device; nothing where the first tensor alone carries samples.
+        some number is −100. "values": numbers, one for each sample (lengths, labels, weights), differ. While these numbers are
+        equal, a mean over the tokens of a batch does not mix samples, and `x[mask]` has as many rows of each sample; so a batch
+        in which they differ is proven by itself. Of the first tensor only −100 counts. Cost: some passes over each tensor and
+        one wait for the device; nothing if the first tensor alone has rows of samples.
         """
         found: list[tuple[int, str]] = []
         differ: list[Tensor] = []
@@ -160,7 +162,7 @@ class SampleArguments:
         return tuple(tags + [(number, "values") for number in lists if len(set(map(repr, self.leaves[number]))) > 1])
 
     def take(self, source: Sequence[int]) -> Any:
-        """The arguments with sample source[i] in place i; copies, which the forward may write into."""
+        """Copies of the arguments with sample source[i] in place i; the forward may write into them."""
         index = torch.tensor(source)
         taken = [
             _taken(leaf, index, rows) if rows else _own(leaf) for leaf, rows in zip(self.leaves, self.rows, strict=True)
@@ -168,11 +170,10 @@ class SampleArguments:
         return pytree.tree_unflatten(taken, self.spec)
 
     def take_tokens(self, source: Tensor) -> Any:
-        """The arguments with token source[b, t] of the flattened batch in place [b, t]; copies.
+        """Copies of the arguments with token number source[b, t], counted over the flattened batch [B·T], in place [b, t].
 
-        Only the first tensor and floating-point ones change; other integers and flags (documents, positions, masks) describe
-        how
-        tokens of a row belong together, and stay.
+        Only the first tensor and floating-point ones change. Other integers and flags (documents, positions, masks) describe
+        how tokens of a row belong together, and are not changed.
         """
         first = next((i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)), -1)
         taken = [
@@ -184,13 +185,13 @@ class SampleArguments:
         return pytree.tree_unflatten(taken, self.spec)
 
     def tokens_of(self, leaf: Any, source: Tensor) -> Any:
-        """A tensor [B, T, …] with token source[b, t] of the flattened batch in place [b, t]; any other leaf as a copy."""
+        """A tensor [B, T, …] with token number source[b, t] of the flattened batch in place [b, t]; any other value copied."""
         if not isinstance(leaf, Tensor) or leaf.shape[:2] != source.shape:
             return _own(leaf)
         return leaf.detach().flatten(0, 1)[source.to(leaf.device)]
 
     def contents(self) -> list[int]:
-        """Hash of every sample's content over all leaves that carry samples: B integers."""
+        """Hash of each sample's content over all arguments that have rows of samples: B integers."""
         total = torch.zeros(self.batch, dtype=torch.int64)
         for number, (leaf, rows) in enumerate(zip(self.leaves, self.rows, strict=True)):
             if rows and isinstance(leaf, Tensor):
@@ -201,20 +202,23 @@ class SampleArguments:
 
 
 def donors(contents: Sequence[int], stayed: Sequence[int], draw: random.Random) -> list[int | None]:
-    """For each sample the one that replaces it: of different content, and one that stays if possible; None: all are equal.
+    """For each sample the index of one to replace it with (its donor), of different content; None: all samples are equal.
 
-    All samples get the same donor, unless it equals them, so that the replaced content leaves the batch. With a donor drawn
-    for
-    each sample, a small batch would often keep its content in another order, and a result that depends on it only through a
-    sum
-    or a maximum (a count of tokens, a scale) would not change.
+    All samples get the same donor, one of `stayed` (not replaced) if possible, unless their content equals it; so the replaced
+    content is gone from the batch. With a donor drawn for each sample, a small batch would often keep its content in another
+    order, and a result that depends on it only through a sum or a maximum (a count of tokens, a scale) would not change.
+
+    Args:
+        contents: hash of each sample's content.
+        stayed: samples that are not replaced.
+        draw: random generator.
     """
     order = [*draw.sample(list(stayed), len(stayed)), *draw.sample(range(len(contents)), len(contents))]
     return [next((i for i in order if contents[i] != own), None) for own in contents]
 
 
 def _kind(value: Any, rows: int) -> Any:
-    """Value of an argument on which a program may branch: flags, strings, enum members, functions; else its type name."""
+    """What a forward may branch on in an argument: the value of a flag, string, enum or function; else (type, rows > 0)."""
     if isinstance(value, enum.Enum):
         return type(value).__qualname__, value.name
     if isinstance(value, bool | str | bytes):
@@ -229,7 +233,7 @@ def _kind(value: Any, rows: int) -> Any:
 
 
 def _flag(value: Any) -> Any:
-    """A number −1 … 3, also in a tensor or array of one element, on which a program may branch; None for any other value."""
+    """The number −1, 0, 1, 2 or 3, also from a tensor or array of one element, on which code may branch; None for others."""
     if isinstance(value, Tensor) and value.numel() != 1:
         return None
     if isinstance(value, np.ndarray) and (value.size != 1 or value.dtype.kind not in "biuf"):
@@ -248,9 +252,8 @@ def _are_places(leaf: Tensor) -> bool:
 def _is_list_of(value: Any, batch: int, tensors: bool = False) -> bool:
     """True for a list or tuple of `batch` entries, one for each sample.
 
-    Entries are plain values, lists of plain values, or, in a list, objects with tensors that are not all of k·B rows
-    themselves
-    (the targets of a detector); with `tensors` also B tensors of any shape.
+    Entries are numbers, strings or None, lists of these, or (in a list, not a tuple) objects that contain tensors (targets of a
+    detector), unless all these tensors have k·B rows. With `tensors`, entries may also be tensors of any shape.
     """
     if not isinstance(value, list | tuple) or hasattr(value, "_fields") or len(value) != batch or not batch:
         return False
@@ -269,7 +272,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 def _content(value: Any, number: int) -> int:
-    """Hash of one sample's entry of a list, its tensors included."""
+    """Hash of one sample's entry of a list, its tensors included; `number` is the seed of their fingerprints."""
     tensors = _tensors_in(value)
     scalars = [repr(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, SCALARS)]
     prints = [(str(t.dtype), *t.shape, int(Fingerprint.of(t[None], number).hashes_R[0])) for t in tensors]
@@ -300,7 +303,7 @@ def _taken(leaf: Any, index: Tensor, rows: int) -> Any:
 
 
 def _own(leaf: Any) -> Any:
-    """A copy of a leaf, which a forward may write into."""
+    """A copy of an argument, which a forward may write into; plain values, generators and functions are not copied."""
     if isinstance(leaf, Tensor):
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
     if isinstance(leaf, (*SCALARS, *GENERATORS)) or callable(leaf):  # states of generators are put back by themselves

@@ -1,6 +1,6 @@
-"""One unit alone: the gradient attributed to it in a batch must be autograd's gradient when it runs by itself.
+"""A unit (a sample, or a group of rows that counts as one) must have the same gradient alone as is attributed to it in a batch.
 
-Only this run finds padding to the longest sample that leaks into other samples: batches of equal shape cannot.
+Only this run finds samples that depend on padding to the longest sample: batches of equal shape have the same padding.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -20,12 +20,12 @@ ALONE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.f
 """Largest relative difference between a unit's gradient in a batch and alone, by dtype."""
 
 Region = tuple[slice, ...]
-"""Index slices of a unit's rows in the batch's output that hold the output of the unit alone, which may be shorter."""
+"""Slices, one per axis after the first, that cut a row of the batch's output to the size of the unit's output alone."""
 
 
 @dataclass(frozen=True)
 class SampleAlone:
-    """One sample of the batch, its `row`, with the arguments that a loader collates from it alone."""
+    """One sample, row `row` of the batch, with the model's arguments as a loader collates them from this sample alone."""
 
     row: int
     arguments: Any
@@ -39,7 +39,7 @@ FindAlone = Callable[[Collection[int]], list[SampleAlone]]
 
 @dataclass(frozen=True)
 class UnitAlone:
-    """A unit that is run alone: its number, its rows in the batch, and its arguments if a loader collated them (else None)."""
+    """A unit to run alone: its number, its rows in the batch, and the loader's arguments for it (None: batch slices)."""
 
     number: int
     rows: list[int]
@@ -49,21 +49,24 @@ class UnitAlone:
 def compare_alone(
     runs: ProofRuns, samples: SampleArguments, base: TappedRun, units: Sequence[UnitAlone], chosen: Sequence[int]
 ) -> str:
-    """Compare the gradients of units in the batch with autograd's for each of them alone.
+    """Compare the gradients attributed to units in the batch with autograd's for each unit alone.
 
-    Where a model does not run on one sample, or returns other shapes (`squeeze()`), the unit runs beside a copy of itself.
+    If a model does not run on one sample, or then returns other shapes (`squeeze()`), the unit runs beside a copy of itself.
+    The gradient of a scalar output may be the same alone as in the batch (a sum over samples) or larger by the ratio of their
+    rows (a mean). Cost: one or two runs of each unit, and one of the batch if a unit has fewer tokens alone.
 
-    Cost: a run or two of each unit, and one of the batch where a unit has fewer tokens alone. `base` is the run of the
-    batch,
-    which recorded the gradients of these units; the backward goes through the outputs of the indices `chosen`.
+    Args:
+        runs: makes the runs.
+        samples: the arguments of the batch by sample.
+        base: the run of the batch, which recorded the gradients of these units.
+        units: the units to run alone.
+        chosen: indices of the outputs through which the backward goes.
 
     Returns:
         How the units ran: "slice" or "collated", perhaps with ", beside a copy of itself"; or why they did not.
 
     Raises:
-        Refuted: if they differ. The gradient of a scalar output alone is the same (a sum over samples), or as many times
-        larger
-            as the batch is (a mean).
+        Refuted: if the gradients differ.
     """
     found: list[tuple[UnitAlone, dict[str, Sketch], int]] = []
     narrowed = False
@@ -103,7 +106,10 @@ def _gradients_alone(
     regions: dict[int, Region],
     copies: int,
 ) -> dict[str, Tensor | None] | str:
-    """Autograd's gradients of a unit alone, or beside copies of itself without a cotangent; or a reason why there are none."""
+    """Autograd's gradients {parameter: tensor} of a unit alone, or in a batch of `copies` of it; or text why there are none.
+
+    Fills `regions` as `_cotangents` does.
+    """
     try:
         gradients = runs.on(
             _arguments(samples, unit, copies),
@@ -125,7 +131,7 @@ def _arguments(samples: SampleArguments, unit: UnitAlone, copies: int) -> Any:
 
 
 def fits_alone(runs: ProofRuns, samples: SampleArguments, unit: UnitAlone, chosen: Sequence[int]) -> bool:
-    """True if the model runs on a unit alone and returns its part of every output; values are not compared. One run."""
+    """True if the model runs on a unit alone and its outputs have the expected shapes; values are not compared. One run."""
     arguments = samples.take(unit.rows) if unit.collated is None else unit.collated.arguments
     try:
         return runs.on(arguments, partial(_cotangents, runs, samples.batch, unit, chosen, {})) is not None
@@ -144,9 +150,10 @@ def _cotangents(
     outputs: list[Tensor],
     copies: int = 1,
 ) -> list[tuple[Tensor, Tensor]] | None:
-    """(output, cotangent) of a unit alone, cut from the batch's cotangents; None if an output does not fit its rows.
+    """(output, cotangent) of a unit alone, cut from the batch's cotangents; None if an output has an unexpected shape.
 
-    Fills `regions` with {output: slices of the unit's rows}. Of several copies of the unit the first gets the cotangent.
+    Fills `regions` with {index of an output: its `Region`}. Of several copies of the unit, the first gets the cotangent and the
+    others zeros.
     """
     pairs = []
     for number in chosen:
@@ -165,7 +172,12 @@ def _cotangents(
 
 
 def _region(output: Tensor, whole: Tensor, rows: int, batch: int, lone: SampleAlone | None) -> Region | None:
-    """Slices of the unit's rows in the batch's output that match its output alone; None if the shapes do not fit."""
+    """Slices, one for each axis after the first, that cut a row of `whole` to the size of a row of `output`; None: no fit.
+
+    `output` is that of one unit (a sample, or rows that count as one) run by itself in `rows` rows, `whole` the cotangent of
+    the same output for a batch of `batch` samples. Only a sample that a loader collated by itself (`lone`) may be
+    shorter there.
+    """
     if output.dim() != whole.dim() or output.shape[0] != whole.shape[0] // batch * rows:
         return None
     found = []
@@ -177,7 +189,7 @@ def _region(output: Tensor, whole: Tensor, rows: int, batch: int, lone: SampleAl
 
 
 def _narrow(runs: ProofRuns, number: int, rows: list[int], region: Region, batch: int) -> bool:
-    """Set a unit's cotangent of output `number` to zero outside of a region; True if that changes it."""
+    """Set the cotangent of output `number` to zero outside `region` in the unit's rows; False if the region is all of a row."""
     whole = runs.cotangents[number]
     assert whole is not None
     if all(part == slice(0, size) for part, size in zip(region, whole.shape[1:], strict=True)):

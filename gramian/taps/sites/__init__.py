@@ -1,4 +1,4 @@
-"""Sites: how each kind of layer is tapped, what is saved in its forward, and its per-sample gradients."""
+"""Sites: one class per kind of layer, with what its forward saves and the formulas of its per-sample gradients."""
 
 from gramian.taps.sites import attention, convolution, embedding, linear, normalization, recurrent
 from gramian.taps.sites.generic import Generic

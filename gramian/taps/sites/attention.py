@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention`: its fused path reads the children's weights past their modules, so it is tapped as one layer."""
+"""Site of `nn.MultiheadAttention`, tapped as one layer: it uses weights of child modules without calling the modules."""
 
 from torch import Tensor, nn
 
@@ -16,13 +16,16 @@ class Attention(Generic):
         super().__init__(whole=True)
 
     def check(self, module: nn.Module) -> str | None:
-        """Reason why this attention block cannot be tapped: it needs batch_first=True. None if it can."""
+        """Error text if this attention layer cannot be tapped (batch_first=False, FSDP2 units inside); None if it can."""
         if not getattr(module, "batch_first", True):
             return "has the batch on axis 1; expected batch_first=True"
         return super().check(module)
 
     def input_layouts(self, names: list[str], inputs: list[Tensor], rows: list[int], batch: int) -> list[list[Layout]]:
-        """Layout of each input: a 2-D attention mask is shared by all samples, a 3-D one has a row for each head."""
+        """Batch axis (layout) of each input: a 2-D attention mask is shared by all samples, a 3-D one has B·heads rows.
+
+        Arguments as in `Generic.input_layouts`; returns a single list.
+        """
         layouts = super().input_layouts(names, inputs, rows, batch)[0]
         for i, (name, x) in enumerate(zip(names, inputs, strict=True)):
             if name in ("attn_mask", "5"):

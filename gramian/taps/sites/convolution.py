@@ -1,4 +1,4 @@
-"""`nn.Conv1d/2d/3d` with groups, stride, dilation and every padding mode: per-sample gradients without unfolding."""
+"""Site of `nn.Conv1d/2d/3d` with any groups, stride, dilation and padding mode; per-sample gradients without unfolding."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,11 @@ class Convolution(Site):
     kind = "conv"
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> SiteRun:
-        """Run the layer on its input, cast as autocast would; saves that input if the weight trains."""
+        """Run the layer on its input, cast as autocast would; saves that input if the weight trains.
+
+        Raises:
+            GramianError: if the input has no batch axis.
+        """
         assert isinstance(module, _ConvNd)
         x = autocast(first_tensor(args, kwargs))
         if x.dim() != len(module.kernel_size) + 2:
@@ -34,7 +38,7 @@ class Convolution(Site):
     def gradients(
         self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
     ) -> dict[str, PerSampleGradient]:
-        """Per-sample gradients of the weight, without unfolding the images, and of the bias, a sum over positions."""
+        """Per-sample gradients of the weight, without unfolding the images, and of the bias, summed over positions."""
         assert isinstance(module, _ConvNd)
         g_BK = by_sample(output_gradients[0], batch)
         found: dict[str, PerSampleGradient] = {}
@@ -47,14 +51,14 @@ class Convolution(Site):
         return found
 
     def form(self, module: nn.Module) -> LayerForm | None:
-        """The weight as a matrix [O, channels·kernel] that maps patches; None with several groups (several matrices)."""
+        """The weight as a matrix [O, channels·kernel size] that maps patches; None with several groups (several matrices)."""
         assert isinstance(module, _ConvNd)
         if module.groups > 1:
             return None
         return LayerForm("kernel", torch.Size(module.weight.shape[1:]).numel(), module.weight.shape[0])
 
     def sides(self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int) -> Sides:
-        """Patches [B, positions, channels·kernel] of the saved input and output gradients [B, positions, O], as tokens."""
+        """Patches [B, positions, channels·kernel size] of the saved input and output gradients [B, positions, O]."""
         assert isinstance(module, _ConvNd)
         images, padding = _padded(module, saved[0])
         patches = F.pad(images, [side for p in reversed(padding) for side in (p, p)]) if any(padding) else images
@@ -75,7 +79,7 @@ def _by_position(g_BK: Tensor) -> Tensor:
 
 
 def _padded(module: _ConvNd, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """(input, zero padding still to apply). Padding modes other than zeros, and "same", are applied to the input here."""
+    """(input, zero padding of each axis still to apply). Padding modes other than "zeros", and "same", are applied here."""
     if module.padding_mode == "zeros" and not isinstance(module.padding, str):
         return x, tuple(module.padding)
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode

@@ -14,13 +14,13 @@ from gramian.taps.sites.site_registry import register_site
 
 
 def check_norm(module: nn.Module) -> str | None:
-    """Reason against `max_norm` of a table, by which the forward rescales the weight rows that it looks up; None if not set."""
+    """Error text if `max_norm` of a table is set, with which the forward rescales weight rows that it looks up; else None."""
     limited = getattr(module, "max_norm", None) is not None
     return "max_norm changes the weight in the forward pass; expected max_norm=None" if limited else None
 
 
 def check_table(module: nn.Module) -> str | None:
-    """Reason against sparse gradients, scale_grad_by_freq or max_norm of a table; None if none of them is set."""
+    """Error text if sparse gradients, scale_grad_by_freq or max_norm of a table are set; None if none of them is."""
     if getattr(module, "sparse", False):
         return "sparse gradients are not supported; expected sparse=False"
     if getattr(module, "scale_grad_by_freq", False):
@@ -34,11 +34,11 @@ class Embedding(Site):
     kind = "embedding"
 
     def check(self, module: nn.Module) -> str | None:
-        """Reason against sparse gradients, scale_grad_by_freq or max_norm of this table; None if it can be tapped."""
+        """Error text if sparse gradients, scale_grad_by_freq or max_norm of this table are set; None if it can be tapped."""
         return check_table(module)
 
     def check_per_sample(self, module: nn.Module) -> str | None:
-        """Reason against `max_norm` of a table, also of a frozen one: the forward writes to its weight. None if not set."""
+        """Error text if `max_norm` of a table is set, also of a frozen one: the forward writes to its weight. Else None."""
         return check_norm(module)
 
     def gradients(
@@ -58,14 +58,14 @@ class Embedding(Site):
         return LayerForm("table", module.num_embeddings, module.embedding_dim)
 
     def sides(self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int) -> Sides:
-        """Indices [B, T], output gradients [B, T, D] and a mask that is False for tokens with the padding index."""
+        """Indices [B, T], output gradients [B, T, D] and a mask [B, T], False at the padding index (None without one)."""
         assert isinstance(module, nn.Embedding)
         index_BT = _index(saved[0], batch)
         counted = None if module.padding_idx is None else index_BT != module.padding_idx
         return Sides(index_BT, tokens(output_gradients[0], batch), counted)
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> SiteRun:
-        """Run the lookup and save its indices for the backward."""
+        """Run the lookup and save its indices for the backward; GramianError for an index without axes."""
         index = first_tensor(args, kwargs)
         if index.dim() == 0:
             raise GramianError("saw a 0-dim index; expected indices with the batch as first axis")
@@ -88,11 +88,11 @@ class EmbeddingBag(Generic):
         super().__init__(whole=False)
 
     def check(self, module: nn.Module) -> str | None:
-        """Reason against sparse gradients, scale_grad_by_freq, max_norm or FSDP2 units below; None if it can be tapped."""
+        """Error text if sparse gradients, scale_grad_by_freq or max_norm are set, or FSDP2 shards a child; else None."""
         return check_table(module) or super().check(module)
 
     def check_per_sample(self, module: nn.Module) -> str | None:
-        """Reason against `max_norm` of the table: the forward writes to its weight. None if not set."""
+        """Error text if `max_norm` of the table is set: the forward then writes to its weight. Else None."""
         return check_norm(module)
 
 

@@ -1,10 +1,10 @@
 """The generic site: exact per-sample gradients of any layer, by running it again one sample at a time (`torch.func`).
 
-Used for parameters that hang on a parent module, unknown layers, attention blocks and recurrent layers. The layer's forward
-and backward run once more per step (vectorised over samples where `vmap` can), and the outputs are compared with those of
-the first run: a layer that is random, mixes samples or treats the batch axis in its own way is refused.
+Used for direct parameters of modules with children, unknown layers, attention and recurrent layers. The layer's forward and
+backward run once more per step (vectorised over samples if `vmap` can), and the outputs are compared with those of the first
+run. They differ, and GramianError is raised, for a layer that is random, mixes samples or has an unexpected batch axis.
 
-Under FSDP2 it runs again on the gathered weights while its unit's backward runs; nothing more is gathered.
+Under FSDP2 the layer runs again on weights that are gathered for the backward anyway.
 """
 
 import warnings
@@ -26,7 +26,7 @@ from gramian.taps.model.python_state import PythonState
 from gramian.taps.sites.site import Site, SiteRun, observed
 
 REPRODUCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""By dtype: largest relative difference, by rounding, between the outputs of two runs of a layer on the same samples."""
+"""By dtype: largest relative difference between the outputs of two runs on the same samples that counts as rounding."""
 
 Layout = Literal["shared", "first", "second", "grouped", "grouped_second"]
 """Axis on which a tensor has its B samples: "shared": none; "first": axis 0; "second": axis 1; "grouped" and "grouped_second":
@@ -35,7 +35,7 @@ axis 0 or 1 with k·B rows, the k rows of a sample next to each other."""
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a layer: its flattened arguments without the tensors, the spec to rebuild them, and the autocast state."""
+    """What is needed to run one call of a layer again: flattened arguments without their tensors, and the autocast state."""
 
     forward: Callable[..., Any]
     leaves: list[Any]
@@ -74,11 +74,11 @@ class Generic(Site):
         self.whole = whole
 
     def owned(self, module: nn.Module) -> tuple[str, ...]:
-        """Local names of the parameters whose gradients this site computes: all below if `whole`, else direct ones."""
+        """Names, inside the module, of the parameters whose gradients this site computes: all if `whole`, else direct ones."""
         return tuple(own_parameters(module, self.whole))
 
     def check(self, module: nn.Module) -> str | None:
-        """Reason against FSDP2 units below the layer, whose weights a second run would not find gathered; else None."""
+        """Error text if FSDP2 shards a child module by itself: its weights are not gathered for a second run. Else None."""
         below = (name for name, child in module.named_modules() if name and isinstance(child, FSDPModule))
         unit = next(below, None)
         if unit is None:
@@ -95,11 +95,11 @@ class Generic(Site):
         Args:
             names: names of the inputs: keywords, or positions as text.
             inputs: the tensors.
-            rows: rows of the outputs.
-            batch: B.
+            rows: number of rows of each observed output.
+            batch: number B of samples.
 
         Returns:
-            One or more lists of layouts, one layout for each input.
+            One or more candidates, each a list with one layout for each input.
         """
         likely: list[Layout] = []
         for x in inputs:
@@ -112,7 +112,7 @@ class Generic(Site):
         return [likely, masked] if any(square) and masked != likely else [likely]
 
     def output_layout(self, index: int, value: Tensor, batch: int) -> Layout:
-        """Axis of the B samples in an output: "first", or "grouped" for k rows per sample; GramianError for other shapes."""
+        """Batch axis of output `index`, `value`: "first" for B rows, "grouped" for k·B; GramianError for other shapes."""
         rows = value.shape[0] if value.dim() else 0
         if rows == batch:
             return "first"
@@ -121,7 +121,11 @@ class Generic(Site):
         raise GramianError(f"has an output of shape {list(value.shape)}; expected the batch of {batch} as first axis")
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> SiteRun:
-        """Run the layer; saves a copy of every input, a digest of every observed output, and the `Call`, to run it again."""
+        """Run the layer; saves a copy of every input, a digest of every observed output, and the `Call`, to run it again.
+
+        Raises:
+            GramianError: for a PackedSequence, an output without tensors, or weights of which this process has only a shard.
+        """
         if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
             raise GramianError("is given a PackedSequence, whose samples lie interleaved; expected a padded tensor")
         _refuse_parts(module)
@@ -153,7 +157,11 @@ class Generic(Site):
     def gradients(
         self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
     ) -> dict[str, PerSampleGradient]:
-        """Per-sample gradients of each trainable parameter: one vector-Jacobian product per sample of the layer, run again."""
+        """Per-sample gradients of each trainable parameter: the layer runs again, with a vector-Jacobian product per sample.
+
+        Raises:
+            GramianError: if it cannot run sample by sample, or then has other outputs than in the first run.
+        """
         call: Call = extra
         _refuse_parts(module)
         inputs, digests = saved[: len(call.places)], saved[len(call.places) :]
@@ -212,7 +220,11 @@ def _map(
     dims: list[int | None],
     cotangents: list[Tensor],
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Gradients and outputs of every sample: by `vmap`, or in a loop over samples where `vmap` fails on the layer."""
+    """Gradients {parameter: [B, *shape]} and outputs of every sample: by `vmap`, or in a loop if `vmap` fails on the layer.
+
+    `run(parameters, inputs)` returns one sample's outputs. Samples lie on axis 0 of the results, of the output gradients
+    `cotangents`, and of the inputs with 0 in `dims` (None: shared by all). GramianError if the loop fails, too.
+    """
 
     def vectorised(inputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
         ys, pullback = torch.func.vjp(lambda p: run(p, inputs), parameters)[:2]
@@ -245,7 +257,7 @@ def _one_by_one(
     dims: list[int | None],
     cotangents: list[Tensor],
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Gradients and outputs of every sample, by a loop of single-sample backwards in plain autograd."""
+    """Gradients and outputs of every sample by a loop of single-sample backwards; arguments and results as in `_map`."""
     rows, outputs = [], []
     for i in range(cotangents[0].shape[0]):
         leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
@@ -261,7 +273,11 @@ def _one_by_one(
 
 
 def _split(t: Tensor, layout: Layout, batch: int) -> Tensor:
-    """Move the samples of a tensor to axis 0; GramianError if a grouped axis is not a multiple of the batch."""
+    """Move the samples of a tensor from the axis that `layout` names to axis 0.
+
+    In a grouped layout this axis has k adjacent rows for each sample and is split into axes B and k; a GramianError is raised
+    if it is empty or no multiple of B = `batch`.
+    """
     axis = 1 if layout == "grouped_second" else 0
     if layout in ("grouped", "grouped_second") and (not t.shape[axis] or t.shape[axis] % batch):
         raise GramianError(
@@ -318,7 +334,7 @@ def _refuse_other_output(digest: Tensor, again: Tensor, dtype: torch.dtype) -> N
 
 
 def _refuse_parts(module: nn.Module) -> None:
-    """Raise if this process has only a shard of a weight now; FSDP2 gathers weights for a forward and its backward only."""
+    """Raise GramianError if this process now has only a shard of a weight, which FSDP2 has not gathered."""
     if any(hasattr(p, "placements") for p in module.parameters()):
         raise GramianError(
             "cannot be run again sample by sample on a part of its weights; expected fully_shard with units that return "
@@ -327,7 +343,7 @@ def _refuse_parts(module: nn.Module) -> None:
 
 
 def own_parameters(module: nn.Module, whole: bool) -> dict[str, nn.Parameter]:
-    """{local name: parameter}: all below the module if `whole`, else its direct ones, with ParameterLists and -Dicts."""
+    """{name inside the module: parameter}: all if `whole`, else direct ones, with ParameterLists and ParameterDicts."""
     if whole:
         return dict(module.named_parameters())
     found = {name: p for name, p in module._parameters.items() if p is not None}
@@ -348,8 +364,9 @@ class Borrowed:
 
         Args:
             module: the module.
-            tensors: {local parameter name: the tensor to put there}.
-            whole: True to swap every use inside the module, False for the module's own (a child explains its own).
+            tensors: {parameter name inside the module: the tensor to use in its place}.
+            whole: True to replace a parameter in all child modules, too; False in the module itself and its parameter lists
+                only (a tied use in a child has a tap of its own).
         """
         own = own_parameters(module, whole)
         swap = {id(own[name]): tensor for name, tensor in tensors.items()}

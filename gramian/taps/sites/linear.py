@@ -1,4 +1,4 @@
-"""`nn.Linear` and Hugging Face `Conv1D`: y = x W ᵀ + b and y = x W + b, for any number of leading axes."""
+"""Site of `nn.Linear`, y = x Wᵀ + b, and of Hugging Face `Conv1D`, y = x W + b, for any number of leading axes of x."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,11 @@ class Linear(Site):
         self.transposed = transposed
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> SiteRun:
-        """Run the layer on its input, cast as autocast would; saves that input if the weight trains."""
+        """Run the layer on its input, cast as autocast would; saves that input if the weight trains.
+
+        Raises:
+            GramianError: if the input has fewer than two axes.
+        """
         x = autocast(first_tensor(args, kwargs))
         if x.dim() < 2:
             raise GramianError(
@@ -51,7 +55,7 @@ class Linear(Site):
         return found
 
     def form(self, module: nn.Module) -> LayerForm:
-        """The weight as a matrix [out, in], and whether it is stored so ("out_in") or transposed ("in_out")."""
+        """Size of the weight as a matrix [out, in], and whether it is stored so ("out_in") or transposed ("in_out")."""
         first, second = module._parameters["weight"].shape  # type: ignore[union-attr]
         return LayerForm("in_out", first, second) if self.transposed else LayerForm("out_in", second, first)
 
@@ -69,7 +73,7 @@ class Linear(Site):
 
 
 def autocast(x: Tensor) -> Tensor:
-    """The tensor cast to the dtype in which a matrix product under the current autocast state would read it."""
+    """The tensor, cast to the dtype to which the current autocast state would cast an operand of a matrix product."""
     device = x.device.type
     if x.is_floating_point() and x.dtype != torch.float64 and torch.is_autocast_enabled(device):
         return x.to(torch.get_autocast_dtype(device))

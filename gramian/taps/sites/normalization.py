@@ -1,4 +1,4 @@
-"""Norm layers y = γ ⊙ x̂ + β: the gradients of γ and β are Σ_t g_t ⊙ x̂_t and Σ_t g_t, from output gradients g_t.
+"""Sites of norm layers y = γ ⊙ x̂ + β: the gradients of γ and β are Σ_t g_t ⊙ x̂_t and Σ_t g_t, from output gradients g_t.
 
 The normalised input x̂ is computed again in the backward, in float32 or float64, from the input that autograd saves anyway.
 """
@@ -29,7 +29,7 @@ class TrailingNorm(Site):
     def gradients(
         self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: object
     ) -> dict[str, PerSampleGradient]:
-        """Per-sample gradients of scale γ (`Normed`) and shift β (`Summed`), as far as they train."""
+        """Per-sample gradients of scale γ (`Normed`) and shift β (`Summed`), if these require a gradient."""
         shape = tuple(module._parameters["weight"].shape)  # type: ignore[union-attr]
         x_BTN, g_BTN = (_trailing_tokens(t, batch, shape) for t in (saved[0], output_gradients[0]))
         found: dict[str, PerSampleGradient] = {}
@@ -49,7 +49,7 @@ class ChannelNorm(Site):
     def gradients(
         self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: object
     ) -> dict[str, PerSampleGradient]:
-        """Per-sample gradients of scale γ and shift β, both as `Summed` over positions, as far as they train."""
+        """Per-sample gradients of scale γ and shift β, both as `Summed` over positions, if these require a gradient."""
         x, g = wide(saved[0]), wide(output_gradients[0])
         if isinstance(module, nn.GroupNorm):
             together = torch.Size(x.shape[1:]).numel() // module.num_groups
@@ -67,7 +67,7 @@ class BatchNorm(Site):
     kind = "norm"
 
     def check_per_sample(self, module: nn.Module) -> str | None:
-        """Reason against batch statistics, which mix samples (training mode); None if running statistics are used."""
+        """Error text if the layer uses batch statistics, which mix samples; None if it uses running statistics."""
         if module.training or getattr(module, "running_mean", None) is None:
             return "mixes the samples of a batch, so they have no gradient of their own; expected GroupNorm, or eval()"
         return None
@@ -75,7 +75,10 @@ class BatchNorm(Site):
     def gradients(
         self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: object
     ) -> dict[str, PerSampleGradient]:
-        """Gradients of scale γ and shift β by rows, as `Summed` over positions, from batch or running statistics."""
+        """Gradients of scale γ and shift β, split by row, as `Summed` over positions; with batch or running statistics.
+
+        With batch statistics the parts sum to autograd's gradient, but are not gradients of single samples.
+        """
         x, g = wide(saved[0]), wide(output_gradients[0])
         if module.training or getattr(module, "running_mean", None) is None:
             hat = _standardise(x.transpose(0, 1).flatten(1), float(module.eps))  # type: ignore[arg-type]
@@ -151,8 +154,8 @@ HUGGING_FACE_RMS_NORMS = {
     "smollm3": "SmolLM3RMSNorm",
     "t5": "T5LayerNorm",
 }
-"""{model family: its RMSNorm class} of classes with the site `TrailingNorm`; classes not listed use the generic site. γ may
-enter as γ or as 1+γ: its gradient is the same."""
+"""{model family: its RMSNorm class} of classes with the site `TrailingNorm`; classes not listed use the generic site. They
+multiply by γ or by 1+γ, which gives the same gradient of γ."""
 for _family, _name in HUGGING_FACE_RMS_NORMS.items():
     register_site(
         f"transformers.models.{_family}.modeling_{_family}.{_name}", TrailingNorm(centred=False, in_float32=True)

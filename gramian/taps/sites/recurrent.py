@@ -1,4 +1,4 @@
-"""Site of `nn.RNN`, `nn.LSTM`, `nn.GRU`: their states have the batch on axis 1, whatever `batch_first` says."""
+"""Site of `nn.RNN`, `nn.LSTM`, `nn.GRU`, whose states have the batch on axis 1 even with batch_first=True."""
 
 from torch import Tensor, nn
 
@@ -16,13 +16,16 @@ class Recurrent(Generic):
         super().__init__(whole=False)
 
     def check(self, module: nn.Module) -> str | None:
-        """Reason why this recurrent layer cannot be tapped: it needs batch_first=True. None if it can."""
+        """Error text if this recurrent layer cannot be tapped (batch_first=False, FSDP2 units inside); None if it can."""
         if not getattr(module, "batch_first", True):
             return "has the batch on axis 1; expected batch_first=True"
         return super().check(module)
 
     def input_layouts(self, names: list[str], inputs: list[Tensor], rows: list[int], batch: int) -> list[list[Layout]]:
-        """Batch axis of each input: 0 of the sequence, 1 of initial states [layers, B, H]; "grouped" if k rows per sample."""
+        """Batch axis of each input: 0 of the sequence, 1 of initial states [layers, B, H]; "grouped" if k rows per sample.
+
+        Arguments as in `Generic.input_layouts`; returns a single list.
+        """
         grouped = any(x.shape[0] != batch for name, x in zip(names, inputs, strict=True) if name in ("input", "0"))
         first: Layout = "grouped" if grouped else "first"
         second: Layout = "grouped_second" if grouped else "second"

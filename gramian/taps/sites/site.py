@@ -1,4 +1,4 @@
-"""The interface of a site: how one kind of layer runs, and which per-sample gradients its parameters get."""
+"""The interface of a site: how one kind of layer is run, what it saves, and how per-sample gradients are computed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,17 +17,18 @@ SiteRun = tuple[Any, list[Tensor], Any]
 
 @dataclass(frozen=True)
 class LayerForm:
-    """A layer's weight as one matrix [outputs, inputs] that maps input tokens to output tokens, and how it is stored."""
+    """Size of a layer's weight as one matrix [outputs, inputs], which maps input to output tokens, and how it is stored."""
 
     layout: Literal["out_in", "in_out", "kernel", "table"]
-    """How the weight is stored: as that matrix, transposed, as [out, channels, *kernel], or as rows [in, out] of a table."""
+    """How the weight is stored: "out_in": as that matrix; "in_out": transposed; "kernel": [out, channels, *kernel]; "table":
+    as rows [in, out] of an embedding table."""
     inputs: int
     outputs: int
 
 
 @dataclass(frozen=True)
 class Sides:
-    """Inputs a_t and output gradients g_t of one call of a layer with a matrix form: the weight's gradient is Σ_t g_t a_tᵀ."""
+    """Inputs a_t and output gradients g_t of a call, by token t; the gradient of the layer's weight matrix is Σ_t g_t a_tᵀ."""
 
     inputs_BT: Tensor
     """Inputs a [B, T, in] by token; for a table the indices [B, T]."""
@@ -36,11 +37,11 @@ class Sides:
     counted_BT: Tensor | None = None
     """Mask [B, T], False for tokens that the layer itself ignores (padding index); None: all count."""
     outputs: Callable[[Tensor], Tensor] | None = None
-    """Function that applies the layer to rows of inputs, in float32 or float64; None if the layer has none."""
+    """Function that applies the layer to inputs [T, in], in float32 or float64; None if the site offers none."""
 
 
 class Site:
-    """How gramian taps one kind of layer: how it runs, what it saves, and the per-sample gradients of its parameters.
+    """How gramian taps one kind of layer: how to run it, what it saves, and the per-sample gradients of its parameters.
 
     Subclasses implement `gradients`; the defaults fit a layer with one input and one output.
 
@@ -60,15 +61,15 @@ class Site:
     """True if this site computes the gradients of all child modules too, so that the children are not tapped."""
 
     def owned(self, module: nn.Module) -> tuple[str, ...]:
-        """Local names of the parameters of `module` whose entire gradient the method `gradients` computes."""
+        """Names, inside `module`, of the parameters whose gradients the method `gradients` computes."""
         return tuple(name for name, p in module._parameters.items() if p is not None)
 
     def check(self, module: nn.Module) -> str | None:
-        """Reason why this module cannot be tapped, and what is expected instead; None if it can."""
+        """Error text that says why this module cannot be tapped, and what is expected instead; None if it can."""
         return None
 
     def check_per_sample(self, module: nn.Module) -> str | None:
-        """Reason why this module has no per-sample gradients in its present mode (it mixes samples, say); None if it has."""
+        """Error text if this module has no per-sample gradients in its present mode (it mixes samples, say); None if it has."""
         return None
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> SiteRun:
@@ -94,20 +95,23 @@ class Site:
             module: the layer.
             saved: the tensors that `run` saved.
             output_gradients: gradients of the loss with respect to the outputs, `batch` or k·`batch` rows.
-            batch: B.
+            batch: number B of samples.
             extra: the third value that `run` returned.
 
         Returns:
-            {local parameter name: per-sample gradient for B samples}.
+            {parameter name inside the layer: gradients of B samples}.
         """
         raise NotImplementedError
 
     def form(self, module: nn.Module) -> LayerForm | None:
-        """The weight of `module` as one matrix, for K-FAC factors; None if the layer is not one matrix."""
+        """Size and storage of the weight of `module` as one matrix, for K-FAC factors; None if it is not one matrix."""
         return None
 
     def sides(self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int) -> Sides:
-        """Inputs and output gradients by token, of a call of a layer that has a matrix `form` and a trainable weight."""
+        """Inputs and output gradients by token of one call; only for layers with a `form` and a trainable weight.
+
+        Arguments as in `gradients`.
+        """
         raise NotImplementedError
 
 
@@ -118,16 +122,22 @@ def trains(module: nn.Module, name: str) -> bool:
 
 
 def observed(leaves: Sequence[Any], withheld: bool) -> list[int]:
-    """Indices of the floating-point outputs (`leaves`) whose gradient the tap observes: those that require a gradient.
+    """Indices of the flattened outputs (`leaves`) whose gradient the tap observes: floating-point, and requiring a gradient.
 
-    `withheld`: the layer ran on detached weights, so that all are observed.
+    `withheld`: the layer ran on detached weights, so that all floating-point outputs are observed.
     """
     tensors = [(i, y) for i, y in enumerate(leaves) if isinstance(y, Tensor) and y.is_floating_point()]
     return [i for i, y in tensors if withheld or y.requires_grad]
 
 
 def first_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """The first tensor argument, positional or keyword; one without axes (a number) only where there is no other."""
+    """The first tensor argument with axes, positional or keyword; if no tensor has axes, the first one.
+
+    Tensors inside tuples, lists and dicts count only if no argument is a tensor itself.
+
+    Raises:
+        GramianError: if there is no tensor.
+    """
     found = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     found = found or [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]  # inside tuples and dicts
     for value in found:
@@ -158,6 +168,6 @@ def by_sample(t: Tensor, batch: int) -> Tensor:
 
 
 def tokens(t: Tensor, batch: int) -> Tensor:
-    """View [B·k, …, N], k rows per sample and features last, as [B, T, N]: T tokens per sample."""
+    """View [B·k, …, N], k rows per sample and features last, as [B, T, N]: T tokens per sample. Raises as `by_sample`."""
     split = by_sample(t, batch)
     return split.reshape(batch, torch.Size(split.shape[1:-1]).numel(), t.shape[-1])

@@ -1,4 +1,4 @@
-"""The registry of sites, which define how a kind of layer is tapped, by class of layer."""
+"""The registry {class of layer: its site}; a site defines how one kind of layer is tapped."""
 
 from torch import nn
 
@@ -29,10 +29,10 @@ def register_site(layer: type[nn.Module] | str, site: Site) -> None:
 
 
 def site_for(module: nn.Module) -> Site | None:
-    """The site (how it is tapped) of a module; a generic one for unknown layers, None for modules without own parameters.
+    """The site of a module, which defines how it is tapped; a `Generic` for unknown layers, None without direct parameters.
 
-    A class is known if it, or a base class whose `forward` it inherits, is registered, and its parameters are ordinary
-    ones (not computed by a parametrization). An instance whose `forward` somebody replaced is unknown.
+    A class is known if it, or a base class whose `forward` it inherits, is registered. A module whose parameters are computed
+    by a parametrization, or whose instance has a `forward` that other code replaced, is unknown.
     """
     if hasattr(module, "parametrizations"):
         return Generic(whole=True)

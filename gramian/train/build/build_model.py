@@ -24,9 +24,9 @@ def build_model(config: Config, vocabulary: int) -> nn.Module:
 
 
 def set_recomputation(model: nn.Module, blocks: int) -> None:
-    """Recompute activations during the backward pass in segments of `blocks` blocks; 0: store all activations.
+    """Recompute activations in the backward pass in segments of `blocks` transformer blocks; 0: store all activations.
 
-    A Hugging Face model supports only 0 and 1.
+    Raises a GramianError if `blocks` is above 1 for a Hugging Face model.
     """
     if isinstance(model, GPT | Goose):
         model.checkpoint_blocks = blocks
@@ -34,5 +34,7 @@ def set_recomputation(model: nn.Module, blocks: int) -> None:
         model.gradient_checkpointing_enable(  # type: ignore[operator]
             gradient_checkpointing_kwargs={"use_reentrant": False}
         )
-    elif blocks:
+    elif not blocks:
+        model.gradient_checkpointing_disable()  # type: ignore[operator]
+    else:
         raise GramianError(f"parallel.checkpoint_blocks: expected 0 or 1 for a Hugging Face model, got {blocks}")

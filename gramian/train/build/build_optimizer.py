@@ -13,9 +13,10 @@ from gramian.train.config.config_sections import OptimizerSection
 
 
 def build_optimizer(model: nn.Module, options: OptimizerSection, device: torch.device) -> Optimizer:
-    """Build AdamW or SGD over the model's trainable parameters; raises if there is none.
+    """Build AdamW or SGD over the model's trainable parameters; weight decay applies to those of two or more dimensions.
 
-    The implementation "auto" is fused if there is such a kernel for the device, else foreach.
+    The implementation "auto" is fused if there is such a kernel for the device, else foreach. Raises a GramianError if no
+    parameter is trainable, or if fused SGD is asked for sharded parameters.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [

@@ -35,11 +35,14 @@ from gramian.train.state.saved_run import find_checkpoint, is_run, load_run
 
 
 def build_teaching(
-    config: Config, world: ProcessGrid, numbers: Precision, training: Windows, source: LiveTeacher | Cache | None = None
+    config: Config, grid: ProcessGrid, numbers: Precision, training: Windows, source: LiveTeacher | Cache | None = None
 ) -> Teaching:
-    """Build the teacher, its temperature and its feature switch for a distillation run; `source` None: as the config says."""
+    """Build the teacher, its temperature and its feature switch for a distillation run.
+
+    `source` is the live teacher or cache to use; None: it is built from the config.
+    """
     options = _teacher_options(config)
-    source = source or build_source(config, world, numbers, training)
+    source = source or build_source(config, grid, numbers, training)
     with _error_prefix("teacher."):
         temperature = TemperatureOptions(
             options.temperature_kind,
@@ -53,9 +56,9 @@ def build_teaching(
     weight = options.feature_weight if options.features != "none" else 0.0
     return Teaching(
         source,
-        Temperature(temperature, config.run.steps, world.device),
+        Temperature(temperature, config.run.steps, grid.device),
         FeatureSwitch(weight, options.feature_from, options.feature_tolerance),
-        world,
+        grid,
         correlation=options.correlation,
     )
 
@@ -76,11 +79,11 @@ def build_objective(config: Config, model: nn.Module, source: LiveTeacher | Cach
     return DistillObjective(model, loss, features)
 
 
-def build_source(config: Config, world: ProcessGrid, numbers: Precision, training: Windows) -> LiveTeacher | Cache:
-    """Load the live teacher, or open its cache, which must be of the same training data and weights."""
+def build_source(config: Config, grid: ProcessGrid, numbers: Precision, training: Windows) -> LiveTeacher | Cache:
+    """Load the live teacher, or open its cache; raises a GramianError if the cache is of other training data or weights."""
     options = _teacher_options(config)
     if options.source == "live":
-        return live_teacher(config, world, numbers, training)
+        return live_teacher(config, grid, numbers, training)
     folder = cache_folder(config)
     origin = read_origin(folder)
     if options.path and Path(options.path).is_dir() and origin not in (None, teacher_fingerprint(options.path)):
@@ -101,20 +104,20 @@ def build_source(config: Config, world: ProcessGrid, numbers: Precision, trainin
     return cache
 
 
-def live_teacher(config: Config, world: ProcessGrid, numbers: Precision, training: Windows) -> LiveTeacher:
+def live_teacher(config: Config, grid: ProcessGrid, numbers: Precision, training: Windows) -> LiveTeacher:
     """Load the teacher's model, frozen: a copy on every process, or sharded by FSDP2 if the config or its size requires it."""
     options = _teacher_options(config)
     if not options.path:
         raise GramianError("teacher.path: expected the folder of the teacher's model")
-    model = load_teacher(options.path, training, config.data.length).to(device=world.device, dtype=numbers.weights)
+    model = load_teacher(options.path, training, config.data.length).to(device=grid.device, dtype=numbers.weights)
     layers = options.teacher_layers
     with _error_prefix("teacher.feature_pairs: "):
         check_layers(model, layers)
-    automatic = options.strategy == "auto" and world.size > 1 and _must_shard(config, world, numbers)
-    if world.size > 1 and (options.strategy == "fsdp2" or automatic):
+    automatic = options.strategy == "auto" and grid.size > 1 and _must_shard(config, grid, numbers)
+    if grid.size > 1 and (options.strategy == "fsdp2" or automatic):
         model = shard_teacher(model)
     half = numbers.activations if numbers.activations in (torch.float16, torch.bfloat16) else None
-    return LiveTeacher(model, layers, device=world.device, autocast=half, compile=options.compile)
+    return LiveTeacher(model, layers, device=grid.device, autocast=half, compile=options.compile)
 
 
 def teacher_fingerprint(path: str) -> str:
@@ -123,17 +126,17 @@ def teacher_fingerprint(path: str) -> str:
     return fingerprint(list(folder.glob("*.safetensors")))
 
 
-def _must_shard(config: Config, world: ProcessGrid, numbers: Precision) -> bool:
+def _must_shard(config: Config, grid: ProcessGrid, numbers: Precision) -> bool:
     """Return whether the memory planner shards the teacher because a full copy does not fit on a GPU beside the student."""
-    if world.device.type != "cuda":
+    if grid.device.type != "cuda":
         return False
     from gramian.plan.parallel_strategy import decide
     from gramian.train.build.memory_needs import needs_of, vocabulary_of
 
     kind: Any = numbers.kind
     needs = needs_of(config, vocabulary_of(config.data), kind, "cuda")
-    memory = torch.cuda.get_device_properties(world.device).total_memory
-    return decide(needs, world.size, memory).strategy in ("fsdp2 teacher + ddp student", "fsdp2 both")
+    memory = torch.cuda.get_device_properties(grid.device).total_memory
+    return decide(needs, grid.size, memory).strategy in ("fsdp2 teacher + ddp student", "fsdp2 both")
 
 
 def load_teacher(path: str, training: Windows, length: int) -> nn.Module:
@@ -193,7 +196,10 @@ def cache_folder(config: Config) -> Path:
 
 
 def cache_options(config: Config, vocabulary: int) -> CacheOptions:
-    """Return what `gramian cache` writes for a config: kind of signal, and batch; ids beyond `vocabulary` are left out."""
+    """Return what `gramian cache` writes for a config: kind of cache, and windows per forward; raises for a live teacher.
+
+    Ids beyond `vocabulary` are left out of "topk" and "sampled" caches.
+    """
     options, rows = _teacher_options(config), config.data.micro_batch or 8
     if options.source == "hidden":
         return CacheOptions(Hidden(options.dtype), batch=rows)

@@ -26,7 +26,7 @@ GOOSE_KEPT = {True: 52.3, False: 25.3}
 
 
 def needs_of(config: Config, vocabulary: int, precision: Kind, device: str) -> Needs:
-    """Return all that a run's device memory depends on, for the planners; K-FAC and clipping are not counted.
+    """Return the sizes and options that a run's device memory depends on, for the planners; K-FAC and clipping are left out.
 
     Args:
         config: the run's config.

@@ -38,7 +38,7 @@ class Parts:
     """All parts of a run: config, data, model, loss, optimizer and stepper."""
 
     config: Config
-    world: ProcessGrid
+    grid: ProcessGrid
     numbers: Precision
     training: Windows
     validation: Windows
@@ -54,7 +54,10 @@ class Parts:
     """Plan of the snapshots of the state in host memory."""
 
     def batches_from(self, position: int, skipped: Collection[int]) -> Iterator[StepBatch] | Iterator[Draw]:
-        """Iterate over the batches from a data position on, without the positions in `skipped`; a private run's draws go on."""
+        """Iterate over the batches from data position (batch index) `position` on, without the positions in `skipped`.
+
+        A private run ignores both arguments: its stepper continues to draw random batches.
+        """
         if self.batches is not None:
             batches = self.batches.from_position(position, skipped)
             source = None if self.teaching is None else self.teaching.source
@@ -85,23 +88,23 @@ class Parts:
                 part.close()
 
 
-def build(config: Config, world: ProcessGrid) -> Parts:
+def build(config: Config, grid: ProcessGrid) -> Parts:
     """Build all parts of a new run; raises `GramianError` naming a field that does not fit the data, model or machine."""
     set_globals(config.precision, config.run.deterministic)
-    numbers = resolve_precision(config.precision, world.device)
+    numbers = resolve_precision(config.precision, grid.device)
     training, validation = load_windows(config.data)
-    model = build_model(config, training.vocabulary).to(device=world.device, dtype=numbers.weights)
-    host = plan_snapshots(config, world, numbers, model, None if config.kfac is None else build_kfac(config))
+    model = build_model(config, training.vocabulary).to(device=grid.device, dtype=numbers.weights)
+    host = plan_snapshots(config, grid, numbers, model, None if config.kfac is None else build_kfac(config))
     set_recomputation(model, config.parallel.checkpoint_blocks)
     if config.compile.mode != "off":
         compile_model(model, config.compile.mode, hidden=config.teacher is not None)
-    objective, teaching = build_objective(config, world, numbers, training, model)
+    objective, teaching = build_objective(config, grid, numbers, training, model)
     public = None
     if config.kfac is not None and config.privacy is not None:  # without DDP: gradients of the copy are not reduced
-        public = wrap_data_parallel(copy.deepcopy(objective), world, ddp=False)
-    module = wrap_data_parallel(objective, world)
-    optimizer = build_optimizer(module, config.optimizer, world.device)
-    stepper = build_stepper(config, world, numbers, training, module, optimizer, teaching, public)
+        public = wrap_data_parallel(copy.deepcopy(objective), grid, ddp=False)
+    module = wrap_data_parallel(objective, grid)
+    optimizer = build_optimizer(module, config.optimizer, grid.device)
+    stepper = build_stepper(config, grid, numbers, training, module, optimizer, teaching, public)
     data, batches = config.data, None
     if config.privacy is None:
         batches = Batches(
@@ -109,26 +112,26 @@ def build(config: Config, world: ProcessGrid) -> Parts:
             batch=data.batch,
             micro_batch=data.micro_batch,
             seed=config.run.seed,
-            rank=world.rank,
-            world=world.size,
+            rank=grid.rank,
+            world_size=grid.size,
             workers=data.workers,
             prefetch=data.prefetch,
-            device=world.device,
+            device=grid.device,
         )
     return Parts(
-        config, world, numbers, training, validation, model, module, teaching, optimizer, stepper, batches, host
+        config, grid, numbers, training, validation, model, module, teaching, optimizer, stepper, batches, host
     )
 
 
 def build_objective(
-    config: Config, world: ProcessGrid, numbers: Precision, training: Windows, model: nn.Module
+    config: Config, grid: ProcessGrid, numbers: Precision, training: Windows, model: nn.Module
 ) -> tuple[nn.Module, Teaching | None]:
     """Build the loss around `model`, and the teacher if the config has one; returns (model and loss, teacher or None)."""
     if config.teacher is None:
         return Objective(model), None
     from gramian.train.build import build_teacher
 
-    teaching = build_teacher.build_teaching(config, world, numbers, training)
+    teaching = build_teacher.build_teaching(config, grid, numbers, training)
     return build_teacher.build_objective(config, model, teaching.source), teaching
 
 
@@ -147,7 +150,7 @@ def compile_model(model: nn.Module, mode: str, hidden: bool) -> None:
 
 def build_stepper(
     config: Config,
-    world: ProcessGrid,
+    grid: ProcessGrid,
     numbers: Precision,
     training: Windows,
     module: nn.Module,
@@ -155,9 +158,10 @@ def build_stepper(
     teaching: Teaching | None = None,
     public: nn.Module | None = None,
 ) -> Stepper:
-    """Build what takes the optimizer steps of a run: plain, with natural gradients, distilling, or private.
+    """Build the stepper, which takes the optimizer steps of a run: plain, with natural gradients, distilling, or private.
 
-    `module` is the objective, distributed over processes; `public` a copy of it for public data, with [kfac] and [privacy].
+    `module` is model and loss, distributed over processes. `public` is a copy of it that estimates curvature on public data,
+    for a run with both [kfac] and [privacy]; else None.
     """
     kfac = None if config.kfac is None else build_kfac(config)
     options: dict[str, Any] = {"max_norm": config.optimizer.max_norm, "seed": config.run.seed, "kfac": kfac}
@@ -165,12 +169,12 @@ def build_stepper(
     if config.privacy is not None:
         curvature = None
         if kfac is not None and public is not None:
-            curvature = PublicCurvature(module, public, kfac, config, numbers, world)
-        stepper = PrivateStepper(module, optimizer, numbers, world, config, training, curvature)
+            curvature = PublicCurvature(module, public, kfac, config, numbers, grid)
+        stepper = PrivateStepper(module, optimizer, numbers, grid, config, training, curvature)
     elif teaching is not None:
-        stepper = DistillingStepper(module, optimizer, numbers, world, teaching=teaching, **options)
+        stepper = DistillingStepper(module, optimizer, numbers, grid, teaching=teaching, **options)
     else:
-        stepper = PlainStepper(module, optimizer, numbers, world, **options)
+        stepper = PlainStepper(module, optimizer, numbers, grid, **options)
     if config.kfac is not None and kfac is not None:  # after the private engine's hook: its gradients have their noise
         precondition(optimizer, module, kfac, kl_clip=config.kfac.kl_clip or KL_CLIP)
     return stepper

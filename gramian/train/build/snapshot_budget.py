@@ -35,7 +35,7 @@ def factor_bytes(plan: CurvaturePlan) -> int:
 
 
 def plan_snapshots(
-    config: Config, world: ProcessGrid, numbers: Precision, model: nn.Module, kfac: KFACNaturalGradient | None
+    config: Config, grid: ProcessGrid, numbers: Precision, model: nn.Module, kfac: KFACNaturalGradient | None
 ) -> HostPlan:
     """Plan how many copies of the run's state each process keeps in host memory: the minimum over processes (collective).
 
@@ -46,18 +46,18 @@ def plan_snapshots(
     if kfac is not None:
         tokens = config.data.batch * config.data.length
         factors = factor_bytes(kfac.plan(model, tokens=tokens, activations=numbers.activations))
-    sharded = world.uses_fsdp2 and world.size > 1
+    sharded = grid.uses_fsdp2 and grid.size > 1
     copy = copy_bytes(
         [p.shape for p in model.parameters()],
         numbers.weights.itemsize,
         optimizer_states(config.optimizer.kind, config.optimizer.momentum),
-        shards=world.size if sharded else 1,
-        pinned=world.device.type == "cuda",
+        shards=grid.size if sharded else 1,
+        pinned=grid.device.type == "cuda",
         factors=factors,
     )
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", grid.size))
     plan = plan_host(copy, config.checkpoint.snapshots, processes, sharded, available_memory())
-    fewest = int(-world.most(-float(plan.snapshots if plan.fits else 0)))
+    fewest = int(-grid.most(-float(plan.snapshots if plan.fits else 0)))
     if not fewest:
         elsewhere = (
             "checkpoint.snapshots: they do not fit into the memory of another host; expected what its error names"

@@ -24,9 +24,10 @@ from gramian.train.config import config_checks
 from gramian.train.config import config_sections as sections
 
 RUN_ONLY = (
-    ("run", "folder"), ("run", "log_every"), ("run", "tensorboard"), ("run", "wandb"), ("data", "workers"),
-    ("data", "prefetch"), ("checkpoint", "snapshots"), ("doctor", "overfit_steps"), ("doctor", "overfit_windows"),
-    ("teacher", "cache"), ("teacher", "strategy"), ("teacher", "correlation"), ("eval", "dead"), ("eval", "saturated"),
+    ("run", "folder"), ("run", "log_every"), ("run", "tensorboard"), ("run", "wandb"), ("run", "report"),
+    ("data", "workers"), ("data", "prefetch"), ("checkpoint", "snapshots"), ("doctor", "overfit_steps"),
+    ("doctor", "overfit_windows"), ("teacher", "cache"), ("teacher", "strategy"), ("teacher", "correlation"),
+    ("eval", "dead"), ("eval", "saturated"),
 )  # fmt: skip
 """(section, key) of config keys that cannot change a run's numbers, so that the config's hash omits them.
 Most keys of [checkpoint] can change them, because a rollback returns to a snapshot."""
@@ -125,7 +126,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         name, equals, text = override.partition("=")
         section, dot, key = name.strip().partition(".")
         if not (equals and dot and section and key):
-            raise GramianError(f"{override!r}: expected an override such as run.steps=200")
+            here = FOREIGN_KEYS.get(name.strip().lstrip("-"))
+            raise GramianError(f"{override!r}: expected {f'{here}=…' if here else 'an override such as run.steps=200'}")
         table = tables.setdefault(section, {})
         if not isinstance(table, dict):
             raise GramianError(f"{section}: expected a section, got {table!r}")
@@ -159,7 +161,20 @@ def _override_value(text: str) -> Any:
     return parsed["value"] if len(parsed) == 1 else text
 
 
+FOREIGN_KEYS = {
+    "accumulation_steps": "data.micro_batch", "batch_size": "data.batch", "block_size": "data.length",
+    "eval_interval": "eval.every", "eval_steps": "eval.every", "grad_clip": "optimizer.max_norm",
+    "gradient_accumulation_steps": "data.micro_batch", "learning_rate": "optimizer.lr", "log_interval": "run.log_every",
+    "logging_steps": "run.log_every", "max_length": "data.length", "max_steps": "run.steps", "min_lr": "schedule.floor",
+    "num_workers": "data.workers", "output_dir": "run.folder", "prefetch_factor": "data.prefetch",
+    "save_interval": "checkpoint.every", "save_steps": "checkpoint.every", "warmup_steps": "schedule.warmup",
+}  # fmt: skip
+"""{name of an option in other training programs: the key that it is here}."""
+
+
 def _suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
+    if name in FOREIGN_KEYS:
+        return f"expected {FOREIGN_KEYS[name]}"
     close = difflib.get_close_matches(name, known := [*known], n=1)
     return f"did you mean {prefix}{close[0]}?" if close else f"expected one of {', '.join(known)}"
 

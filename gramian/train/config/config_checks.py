@@ -29,7 +29,7 @@ def check_values(section: str, options: Any) -> None:
 def check_run(
     run: sections.RunSection, schedule: sections.ScheduleSection, optimizer: sections.OptimizerSection
 ) -> None:
-    """Check that the run has a folder, that warm-up is shorter than the run, and that schedule.floor is not above the peak."""
+    """Raise unless run.folder is set, warm-up is shorter than the run, and schedule.floor is at most the peak learning rate."""
     if not run.folder:
         raise GramianError("run.folder: is empty; expected a folder")
     if schedule.warmup >= run.steps:
@@ -39,7 +39,7 @@ def check_run(
 
 
 def check_model(model: sections.ModelSection) -> None:
-    """Check the model options that depend on the kind of model: head count, and the path of a Hugging Face folder."""
+    """Raise if a GPT's width is not a multiple of its heads, or model.path is not set exactly for a Hugging Face model."""
     if model.kind == "gpt" and model.width % model.heads:
         raise GramianError(f"model.width: expected a multiple of model.heads ({model.heads}), got {model.width}")
     if model.kind == "huggingface" and model.path is None:
@@ -49,7 +49,7 @@ def check_model(model: sections.ModelSection) -> None:
 
 
 def check_data(data: DataSection, model: sections.ModelSection) -> None:
-    """Check that files are given exactly where the kind of data needs them, and that stride, packing and isolation fit."""
+    """Raise unless data.files are given exactly if data.source reads files, and stride, packing and isolation fit together."""
     if data.source == "embedded" and (data.files or data.validation_files):
         raise GramianError('data.files: are not read; expected data.source = "text", "jsonl" or "tokens"')
     if data.source != "embedded" and not data.files:
@@ -64,7 +64,7 @@ def check_data(data: DataSection, model: sections.ModelSection) -> None:
 
 
 def check_kfac(kfac: sections.KFACSection, privacy: sections.PrivacySection | None) -> None:
-    """Check K-FAC's memory budget, and that curvature of a private run is estimated on public files."""
+    """Raise if K-FAC's memory budget is 0 or not an amount of bytes, or a private run has no public files for curvature."""
     if parse_bytes("kfac.memory_budget", kfac.memory_budget) == 0:
         raise GramianError("kfac.memory_budget: expected more than 0 bytes, or none for no limit")
     if privacy is not None and not kfac.public_files:
@@ -74,7 +74,10 @@ def check_kfac(kfac: sections.KFACSection, privacy: sections.PrivacySection | No
 
 
 def check_privacy(privacy: sections.PrivacySection, data: DataSection) -> None:
-    """Check that either noise or a target ε is given, and that validation files exist where validation loss may decide."""
+    """Raise unless exactly one of noise_multiplier and target_epsilon is given, and privacy.proof is valid.
+
+    Also raises if decisions = "public_validation" and the validation data is a part of the private data.
+    """
     if (privacy.noise_multiplier is None) == (privacy.target_epsilon is None):
         raise GramianError("privacy.noise_multiplier: expected either it or privacy.target_epsilon")
     check_proof(privacy.proof, "privacy.proof")
@@ -88,7 +91,7 @@ def check_privacy(privacy: sections.PrivacySection, data: DataSection) -> None:
 def check_teacher(
     teacher: sections.TeacherSection, kfac: sections.KFACSection | None, privacy: sections.PrivacySection | None
 ) -> None:
-    """Check that distillation options fit the source of the teacher's signal, and that [kfac] and [privacy] are absent."""
+    """Raise if [kfac] or [privacy] is present, both loss weights are 0, or options do not fit the source of the signal."""
     for section, options in (("kfac", kfac), ("privacy", privacy)):
         if options is not None:
             raise GramianError(

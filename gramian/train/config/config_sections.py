@@ -31,6 +31,8 @@ class RunSection:
     """Also log metrics to TensorBoard."""
     wandb: bool = False
     """Also log metrics to Weights & Biases."""
+    report: bool = True
+    """Write report.html, a page with the run's curves and tables, into the folder when the run ends."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +42,17 @@ class ModelSection:
     kind: Literal["gpt", "goose", "huggingface"] = "gpt"
     """Architecture of the model."""
     path: str | None = None
-    """Folder of a Hugging Face model."""
+    """Folder of a Hugging Face model; none for the other kinds."""
     fresh: bool = False
     """Read only the config of the Hugging Face folder and draw new weights."""
     layers: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 4
-    """Number of blocks."""
+    """Number of transformer or Goose blocks."""
     width: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 128
     """Width of the residual stream."""
     heads: Count = 4
     """Number of attention heads of the GPT."""
     spikes: bool = True
-    """Use ternary spikes in Goose; false: the dense variant with the same matrices."""
+    """Use ternary spikes (activations −1, 0, 1) in Goose; false: the dense variant with the same matrices."""
     tied: bool = False
     """Share one weight matrix between the token embedding and the head."""
     dropout: Fraction = 0.0
@@ -84,11 +86,11 @@ class ScheduleSection:
     """Learning rate schedule."""
 
     kind: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    """Shape of the schedule after the warm-up."""
+    """Shape of the schedule after the warm-up; "wsd" (warm-up, stable, decay) is constant, then decays linearly."""
     warmup: Natural = 50
     """Number of steps in which the learning rate rises linearly to its peak."""
     floor: NonNegative = 0.0
-    """Learning rate of the last step."""
+    """Learning rate of the last step; not used by "constant"."""
     decay: Natural = 0
     """Number of steps of the decay of "wsd"; 0: a fifth of all steps."""
 
@@ -116,9 +118,9 @@ class ParallelSection:
     """Distribution over processes, and activation checkpointing."""
 
     strategy: Literal["auto", "ddp", "fsdp2"] = "auto"
-    """How the model is distributed over processes; "auto": the planner decides."""
+    """How the model is distributed over processes; "auto": the fastest that fits, by the memory planner."""
     checkpoint_blocks: Natural = 0
-    """Recompute activations during the backward pass in segments of this many blocks; 0: store all activations."""
+    """Recompute activations in the backward pass in segments of this many model blocks; 0: store all activations."""
 
 
 @dataclass(frozen=True)
@@ -132,29 +134,29 @@ class CheckpointSection:
     keep: Count = 2
     """Number of newest checkpoints to keep on disk, in addition to the best one."""
     snapshots: Annotated[int, msgspec.Meta(ge=2, le=1000)] = 3
-    """Number of snapshots that a rollback can return to, plus one while it is written; fewer if the host lacks memory."""
+    """Number of snapshots that a rollback can return to, plus one that is being written; fewer if the host lacks memory."""
 
 
 @dataclass(frozen=True)
 class GuardSection:
-    """Detection of training faults, and the response to them."""
+    """Detection of training faults (loss spikes, large gradients, overflows), and the response to them."""
 
     on: bool = True
     """Watch for faults and roll back after one."""
     window: Count = 50
     """Number of recent steps that medians are computed over."""
     spike_deviations: Positive = 6.0
-    """Loss above median + max(this many robust deviations, spike_nats) is high; two high losses of three are a fault."""
+    """A loss above median + max(this many robust deviations, spike_nats) is high; two high losses of three are a fault."""
     spike_nats: Positive = 0.5
     """Smallest excess over the median loss, in nats, that counts as high."""
     gradient_factor: Positive = 10.0
-    """Ratio of the gradient norm to its median above which a step is a fault."""
+    """Ratio of the gradient norm to its median up to which a step is not a fault; more is one if it is also an outlier."""
     halvings: Count = 3
     """Number of halvings of the loss scale within the window that is a fault."""
     lr_factor: Fraction = 0.5
     """Factor on the learning rate after a rollback."""
     lr_return: Natural = 200
-    """Number of steps in which that factor returns linearly to 1."""
+    """Number of steps in which lr_factor returns linearly to 1."""
     max_rollbacks: Natural = 3
     """Maximum number of rollbacks within 1000 steps; one more stops the run."""
     clip_share: Fraction = 0.1
@@ -166,7 +168,7 @@ class EvalSection:
     """Validation during training."""
 
     every: Count | Literal["auto"] = 300
-    """Steps between validations; "auto": validation takes less than 5 % of the time."""
+    """Steps between validations; "auto": so many that validation takes less than 5 % of the time."""
     windows: Count = 64
     """Number of validation windows."""
     dead: Fraction = 0.05
@@ -180,13 +182,13 @@ class KFACSection:
     """Natural gradients: options of `KFACNaturalGradient` and of the preconditioned step."""
 
     update_freq: Count = 10
-    """Steps between updates of the factorisation."""
+    """Steps between updates of the K-FAC factors."""
     damping: Positive | None = None
     """Damping added to the curvature; none: the default of the library."""
     ema_decay: Fraction | None = None
     """Decay rate of the moving average of the factors; none: the default of the library."""
     damping_mode: Literal["pi", "factored", "joint"] = "pi"
-    """How damping is distributed over the two factors of a layer."""
+    """Where damping is added: to both factors of a layer, balanced by their traces ("pi") or as given, or to their product."""
     kfac_policy: Literal["all", "auto", "hybrid", "small_only"] | None = None
     """Which layers get dense, low-rank or diagonal factors; none: the default of the library."""
     max_tokens: Count | None = None
@@ -205,12 +207,12 @@ class KFACSection:
 
 @dataclass(frozen=True)
 class PrivacySection:
-    """DP-SGD: options of `PrivacyEngine`; one window is the unit of privacy."""
+    """DP-SGD: options of `PrivacyEngine`; the gradient of each window is clipped, and the guarantee holds for one window."""
 
     noise_multiplier: NonNegative | None = None
-    """Standard deviation of the noise, relative to max_grad_norm."""
+    """Standard deviation of the noise, relative to max_grad_norm; none: computed from target_epsilon."""
     target_epsilon: Positive | None = None
-    """Privacy budget ε of all steps, from which the smallest sufficient noise_multiplier is computed."""
+    """Privacy budget ε of all steps, from which the smallest sufficient noise_multiplier is computed; none: that is given."""
     delta: Positive = 1e-5
     """Failure probability δ of the privacy guarantee."""
     max_grad_norm: Positive = 1.0
@@ -218,9 +220,10 @@ class PrivacySection:
     accountant: Literal["prv", "rdp", "gdp"] = "prv"
     """Method that computes ε."""
     clipping: Literal["auto", "bookkeeping", "keep", "two_pass"] = "auto"
-    """Implementation of per-sample clipping; "auto": the planner decides."""
+    """Implementation of per-sample clipping; "auto": chosen by the planner from time and memory."""
     proof: int | str = "auto"
-    """Row proof before the first step and again on one step in 1000, or in this many; "off": no proof, which is recorded."""
+    """Row proof (test that each row of a layer belongs to the window it is attributed to) before the first step, and again on
+    one step in 1000 ("auto") or in this many; "off": no proof, which the run records."""
     decisions: Literal["noised", "public_validation", "raw"] = "noised"
     """Metrics that rollbacks, the end of a run and the best checkpoint depend on: metrics with noise; also the validation loss,
     if the validation data is public; or all metrics, which invalidates ε."""
@@ -243,11 +246,11 @@ class TeacherSection:
     k: Count = 64
     """Number of largest logits per token that a "topk" cache stores."""
     knots: Annotated[int, msgspec.Meta(ge=2)] = 6
-    """Number of knots of the tail curve of a "topk" cache."""
+    """Number of temperatures at which a "topk" cache stores the mass of all other ids, to interpolate between them."""
     samples: Count = 16
     """Number of sampled ids per token that a "sampled" cache stores."""
     strategy: Literal["auto", "whole", "fsdp2"] = "auto"
-    """Distribution of a live teacher: a copy on every process or sharded; "auto": the planner decides."""
+    """Distribution of a live teacher: a copy on every process or sharded; "auto": sharded if a copy does not fit on a GPU."""
     compile: bool = False
     """Compile a live teacher with `torch.compile`."""
     kd_weight: NonNegative = 1.0
@@ -265,17 +268,17 @@ class TeacherSection:
     temperature_end: Positive = 1.0
     """Temperature of a schedule at the last step."""
     temperature_low: Positive = 1.0
-    """Lower bound of a learned temperature."""
+    """Lower bound of a learnable or adversarial temperature."""
     temperature_high: Positive = 5.0
-    """Upper bound of a learned temperature."""
+    """Upper bound of a learnable or adversarial temperature."""
     temperature_rate: Positive = 0.1
-    """Learning rate of a learned temperature: plain gradient steps without decay or clipping."""
+    """Learning rate of a learnable or adversarial temperature: plain gradient steps without decay or clipping."""
     temperature_free: Fraction = 0.2
     """Fraction of the steps before an adversarial temperature begins to change."""
     features: Literal["none", "cka", "increments", "hidden"] = "none"
-    """Additional loss on hidden layers."""
+    """Loss on residual streams: "none", 1 − CKA ("cka") or that of layer differences ("increments"), mean square ("hidden")."""
     feature_pairs: tuple[tuple[Natural, Natural], ...] = ()
-    """Pairs (student layer, teacher layer) to compare: 0 is the embedding, l is after block l."""
+    """Pairs (student layer, teacher layer) to compare: 0 is the embedding, l is after transformer block l."""
     feature_weight: NonNegative = 0.01
     """Weight of the feature loss."""
     feature_from: Natural = 0

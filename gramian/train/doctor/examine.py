@@ -37,10 +37,10 @@ from gramian.train.doctor.checks.target_tokens import target_tokens
 from gramian.train.doctor.data_checks import examine_data
 from gramian.train.doctor.examined_run import ExaminedRun
 from gramian.train.doctor.teacher.teacher_checks import teacher
-from gramian.train.loop.precision import resolve_precision, set_globals
+from gramian.train.loop.precision import resolve_precision, set_deterministic, set_globals
 
 OnProgress = Callable[[int, int, str], None]
-"""Callback for a progress bar: (units done, total units, current activity)."""
+"""Callback for a progress bar: (units done, total units, current activity); a unit is a check or a step of overfitting."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def examine(
         if windows is None:
             return checks
         make = make or partial(build_model, config, windows.vocabulary)
-        numbers, world = resolve_precision(config.precision, device), ProcessGrid(0, 1, device)
-        run = ExaminedRun(config, numbers, world, windows, make, progress.next)
+        numbers, grid = resolve_precision(config.precision, device), ProcessGrid(0, 1, device)
+        run = ExaminedRun(config, numbers, grid, windows, make, progress.next)
         checks += _results(WITHOUT_MODEL, run, progress)
         try:
             _ = run.trial_stepper, run.batches  # built here: an error of the model itself is not a failed check
@@ -176,7 +176,7 @@ def _settings_of_a_run(config: Config, device: torch.device) -> Iterator[None]:
     finally:
         torch.set_float32_matmul_precision(precision)
         cudnn.allow_tf32, cudnn.benchmark = before
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        set_deterministic(deterministic, warn_only)
 
 
 @dataclass
@@ -188,6 +188,6 @@ class _Progress:
     done: int = 0
 
     def next(self, message: str) -> None:
-        """Report that the unit `message` begins."""
+        """Report that the activity `message` begins, then count one more unit as done."""
         self.on_progress(self.done, self.total, message)
         self.done = min(self.done + 1, self.total)

@@ -31,7 +31,7 @@ class ExaminedRun:
 
     config: Config
     numbers: Precision
-    world: ProcessGrid
+    grid: ProcessGrid
     """The process grid, of one process."""
     windows: Windows
     """The training windows."""
@@ -52,7 +52,7 @@ class ExaminedRun:
 
     @cached_property
     def trial_stepper(self) -> PlainStepper:
-        """Plain stepper that consecutive checks share: its model has initial weights at first, and a few steps later on."""
+        """Plain stepper that consecutive checks share: its model has initial weights at first; later checks take some steps."""
         return self.stepper(self.model())
 
     @property
@@ -73,7 +73,7 @@ class ExaminedRun:
 
     def model(self) -> nn.Module:
         """Build a new model on the run's device and in its precision, without dropout and not compiled."""
-        model = self.make().to(device=self.world.device, dtype=self.numbers.weights)
+        model = self.make().to(device=self.grid.device, dtype=self.numbers.weights)
         set_recomputation(model, self.config.parallel.checkpoint_blocks)
         without_dropout(model)
         return model.train()
@@ -85,20 +85,20 @@ class ExaminedRun:
         """
         config, module = self.config, Objective(model)
         options = dataclasses.replace(config.optimizer, weight_decay=0.0, lr=rate or config.optimizer.lr)
-        optimizer = build_optimizer(module, options, self.world.device)
+        optimizer = build_optimizer(module, options, self.grid.device)
         plain = dataclasses.replace(config, privacy=None, kfac=config.kfac if natural and not config.privacy else None)
-        found = build_stepper(plain, self.world, self.numbers, self.windows, module, optimizer)
+        found = build_stepper(plain, self.grid, self.numbers, self.windows, module, optimizer)
         assert isinstance(found, PlainStepper)
         return found
 
     def batch(self, rows: int = ROWS, position: int = 0) -> StepBatch:
-        """Return a batch of `rows` windows in the run's order, in its micro-batches, on its device."""
+        """Return batch number `position` of `rows` windows, in the run's data order and micro-batches, on its device."""
         batches = Batches(
             self.windows,
             batch=rows,
             micro_batch=min(self.backward_windows, rows),
             seed=self.config.run.seed,
-            device=self.world.device,
+            device=self.grid.device,
         )
         return next(batches.from_position(position))
 

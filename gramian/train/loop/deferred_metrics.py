@@ -25,7 +25,7 @@ class StepAttempt:
     scale: float | None
     """Loss scale after the step; None without a loss scaler."""
     repeated: bool = False
-    """Whether the step is computed again after a rollback, on the way to the step that failed; it is not logged twice."""
+    """Whether the step was taken before and is computed again after a rollback; it is not logged twice."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class StepOutcome:
     grad_norm: float
     tokens: int
     flagged: bool
-    """Whether any process was asked to end (a signal arrived)."""
+    """Whether any process received a signal to end the run."""
     extra: dict[str, float] = field(default_factory=dict)
     """Further metrics that the kind of training reports, {name: value}."""
 
@@ -46,7 +46,7 @@ class StepOutcome:
 class DeferredMetrics:
     """Metrics of recent steps that are being copied from the device to the host, in the order of their steps.
 
-    `names` are those of the values after loss, flags, tokens and gradient norm (`Stepper.extra`).
+    `names` are the names (`Stepper.extra`) of the values that follow loss, flags, tokens and gradient norm.
     """
 
     def __init__(self, names: Sequence[str] = ()) -> None:

@@ -28,19 +28,22 @@ class DistillingStepper(PlainStepper):
         return self.teaching.teacher
 
     def begin(self, step: int) -> None:
-        """Pass the number of the next step to the temperature's schedule."""
+        """Set the temperature for step number `step`."""
         self.teaching.begin(step)
 
     def sections(self) -> dict[str, Any]:
-        """State by section: K-FAC's, and the teaching's (temperature, feature switch, observed correlation)."""
+        """State for a checkpoint by section: K-FAC, and distillation (temperature, feature switch, observed correlation)."""
         return {**super().sections(), "teaching": self.teaching.state_dict()}
 
     def judged_sections(self) -> dict[str, Any]:
-        """The teaching's state that follows from metrics of past steps: feature switch, correlation, and warnings given."""
+        """The distillation state that follows from metrics of past steps: feature switch, correlation, and logged warnings."""
         return {"teaching": self.teaching.observed_state()}
 
     def load_sections(self, sections: Mapping[str, Any], validated: int | None = None) -> None:
-        """Restore K-FAC, temperature and feature switch; in a rollback, validations up to step `validated` are not repeated."""
+        """Restore K-FAC, temperature and feature switch.
+
+        In a rollback, validations up to step `validated` are not repeated, so their effect on the switch stays; else None.
+        """
         super().load_sections(sections, validated)
         self.teaching.load_state_dict(sections["teaching"], validated)
 

@@ -1,10 +1,10 @@
-"""The guard judges every step by a few numbers and decides: continue, advise, roll back or stop. A pure state machine.
+"""The guard compares loss, gradient norm and loss scale of a step with recent steps: continue, advise, roll back or stop.
 
 | fault | condition | verdict |
 |---|---|---|
-| not finite | the loss is not, or a gradient is not and no loss scale explains it | rollback |
+| not finite | the loss is not, or a gradient is not and there is no loss scaler | rollback |
 | loss spike | loss > median + max(d·1.4826·MAD, `spike_nats`), on two of three steps | rollback |
-| long gradient | norm > `gradient_factor` × median, d·1.4826·MAD in logarithms, and twice the longest | rollback |
+| long gradient | norm > `gradient_factor` × median, > median + d·1.4826·MAD in logarithms, > 2 × the longest | rollback |
 | falling scale | `halvings` halvings of the loss scale within the window | rollback |
 | one high loss | as a spike, but alone | advice |
 | clipping | more clipped steps in a window than `clip_share` | advice, once per window |
@@ -16,10 +16,10 @@ drift never fires, however steep: over a window it rises by R, is R/2 above the 
 For the same reason, and because a gradient is also compared with the longest of the window, gradients that grow step by step
 are not a fault.
 
-The loss of a step is computed before its update, so the step before may have caused a bad loss: it is taken back and skipped as
-well. Halvings before the first finite gradient are the scaler's search for a scale, and count only below 1.
+The loss of a step is computed before its update, so the step before may have caused a bad loss: it is rolled back and its data
+skipped as well. Halvings before the first finite gradient are the scaler's search for a scale, and count only below 1.
 
-Every process must pass the same numbers in order to decide the same: reduce loss, norm and finiteness over all of them before
+Every process must pass the same numbers to get the same verdict: reduce loss, norm and finiteness over all processes before
 `observe`. Nothing here depends on a clock or on random numbers. Cost: a few sorts of `window` numbers.
 """
 
@@ -33,7 +33,7 @@ from gramian.core.errors import GramianError
 from gramian.train.config import config_sections
 
 ENOUGH = 20
-"""Number of sound steps before a loss or a norm is compared with them; guard.window, where that is smaller."""
+"""Number of steps without fault that a loss or a norm is compared with at least; guard.window, if that is smaller."""
 ROLLBACK_STEPS = 1000
 """Number of steps within which `max_rollbacks` rollbacks are allowed."""
 NORMAL = 1.4826
@@ -46,7 +46,7 @@ class Observation:
 
     step: int
     loss: float | None
-    """Mean loss over the step's tokens, in nats, before the update; None if the loss must not decide."""
+    """Mean loss over the step's tokens, in nats, before the update; None if it must not influence the verdict (privacy)."""
     grad_norm: float
     """Norm of the gradient without the loss scale, before clipping."""
     finite: bool = True
@@ -95,7 +95,7 @@ Verdict = Fine | Advice | Rollback | Stop
 
 @dataclass(frozen=True)
 class _Sound:
-    """A step without suspicion, which the medians include; its norm is None where the loss scaler skipped the step."""
+    """A step without suspicion, which the medians include; its norm is None if the loss scaler skipped the step."""
 
     step: int
     loss: float | None
@@ -112,11 +112,11 @@ class _PastRollback:
 
 
 class Guard:
-    """Judges every step of a run; the caller passes each step's numbers to `observe` and follows the verdict.
+    """Detects faults of a run; the caller passes each step's numbers to `observe` and follows the verdict.
 
-    After a rollback, steps come again: when a step is observed anew, the earlier observations of it and of all later ones are
-    forgotten. A step that the scaler skipped may be followed by another of the same number. Rollbacks are not forgotten, so the
-    guard is saved with the run, but not rolled back with it.
+    After a rollback, steps are repeated: when a step is observed again, the earlier observations of it and of all later steps
+    are forgotten. A step that the scaler skipped may be followed by another of the same number. Rollbacks are not forgotten, so
+    the guard is saved with the run, but not rolled back with it.
 
     Example:
         >>> Guard(config.GuardSection()).observe(Observation(step=0, loss=2.0, grad_norm=1.0))
@@ -135,7 +135,7 @@ class Guard:
         self._rollbacks: list[_PastRollback] = []
 
     def observe(self, seen: Observation) -> Verdict:
-        """Judge the numbers of a step: returns what to do before the next. Step numbers decrease only after a rollback."""
+        """Return the verdict on a step: what to do before the next one. Step numbers may decrease only after a rollback."""
         if not self.options.on:
             return Fine()
         if not self._recent or seen.step < self._recent[-1][0]:
@@ -166,13 +166,16 @@ class Guard:
         return Advice("; ".join(advice)) if advice else Fine()
 
     def broken(self, step: int, reason: str) -> Verdict:
-        """Verdict on the last observed step when something other than its metrics, `reason`, shows that the model is broken."""
+        """Return the verdict on the last observed step if something other than its metrics, `reason`, shows a broken model.
+
+        Rollback or Stop; Fine if the guard is off.
+        """
         return self._fault(step, reason) if self.options.on else Fine()
 
     def lr_scale(self, step: int) -> float:
         """Factor of the schedule's learning rate at a step, below 1 for some time after a rollback.
 
-        Each rollback contributes f = `lr_factor` at its first suspicious step t and returns to 1 linearly:
+        Each rollback contributes a factor that is f = `lr_factor` at its first suspicious step t and returns to 1 linearly:
         f + (1 − f)·(step − t)/lr_return. Factors of several rollbacks multiply. Steps before t are repeated unchanged, so that
         nothing depends on how far back the restored state was.
         """
@@ -185,11 +188,11 @@ class Guard:
 
     @property
     def calm(self) -> bool:
-        """Whether none of the last three losses was high, so that no later rollback goes behind a state copied now."""
+        """Whether none of the last three losses was high, so that no later rollback needs a state from before this step."""
         return not any(high for _, high in self._recent)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the guard remembers of past steps and rollbacks, as JSON values."""
+        """The stored observations of past steps and the rollbacks, as JSON values."""
         return {
             "sound": [[sound.step, sound.loss, sound.log_norm] for sound in self._sound],
             "recent": [list(entry) for entry in self._recent],
@@ -255,7 +258,10 @@ class Guard:
         return len(values) >= min(ENOUGH, self.options.window)
 
     def _suspects(self, step: int) -> tuple[int, ...]:
-        """Numbers of the suspicious steps: `step`, overflows of a falling loss scale, all from before the first high loss."""
+        """Numbers of the suspicious steps, in ascending order.
+
+        These are `step`, the overflows of a falling loss scale, and all steps from the one before the first high loss on.
+        """
         steps = {step, *(self._halved if len(self._halved) >= self.options.halvings else [])}
         high = [seen for seen, was_high in self._recent if was_high]
         if high:
@@ -265,7 +271,7 @@ class Guard:
         return tuple(sorted(steps))
 
     def _note_scale(self, seen: Observation, finite: bool) -> None:
-        """Remember a halving of the loss scale, unless the scaler is still searching for its first scale."""
+        """Record a halving of the loss scale, except to 1 or more while the scaler searches for its first scale."""
         fell = seen.scale is not None and self._scale is not None and seen.scale < self._scale
         if fell and (not self._searching or (seen.scale or 0) < 1):
             self._halved.append(seen.step)

@@ -7,12 +7,12 @@ from gramian.distill.cache.reader import Cache
 
 
 def announced(batches: Iterator[StepBatch], cache: Cache) -> Iterator[StepBatch]:
-    """Yield the same batches; before one is yielded, the first micro-batch of the next is announced to the teacher's cache.
+    """Yield the same batches; before one is yielded, the cache starts to read the first micro-batch of the next (`upcoming`).
 
-    Later micro-batches are announced by `DistillingStepper`, in their own step, so that the host has the rows of at most two
-    that were not used yet. Nothing is announced to a live teacher: its forward would compete with a step of the student, and
-    its signal would occupy the device for as long. An end or an error is met one step early and passed on when that batch is
-    due.
+    `DistillingStepper` announces later micro-batches during their own step, so that the host stores the rows of at most two
+    unused micro-batches. A live teacher is not announced to: its forward would compete with a step of the student, and its
+    signal would occupy the device for as long. The end of `batches` or an error is reached one step early, and passed on when
+    that batch is due.
     """
     current: StepBatch | None = None
     try:

@@ -3,14 +3,15 @@
 Forward: the first module whose output is not finite although all its inputs are. Submodules return before the modules that
 contain them, so it is the innermost one, and a container is named only for its own code.
 
-Backward: every tensor that a module gets is replaced by a view of itself, whose gradient is what flows back through this module
-alone; so the right one is named where several modules read one tensor. The first gradient that is not finite names its module;
+Backward: every input tensor of a module is replaced by a view of itself, whose gradient is what flows back through this module
+alone; so the right module is named if several modules read one tensor. The first gradient that is not finite names its module;
 a gradient that arrives at the output of a module, from code between modules, names the module that called it.
 
-Otherwise a parameter that is not finite, or whose gradient is not. Minus infinity in a tensor without a gradient is a mask.
+If no such tensor is found: the first parameter that is not finite, or whose gradient is not. Minus infinity in a tensor without
+a gradient counts as a mask, not as a fault.
 
 The hooks exist for one replay only, which costs a reduction and a read-back per tensor. The model must run eagerly; under
-sharding each process looks at its own shards.
+sharding each process examines its own shards.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class _Watch:
                 self._blame(tensor, caller, f"the gradient of {name}'s output")
 
     def _blame(self, tensor: Tensor, name: str, which: str) -> None:
-        """Watch the gradient of a tensor, and blame module `name` for it; where modules pass a tensor on, the last caller."""
+        """Watch the gradient of a tensor: if it is not finite, module `name` is reported; a later call replaces the name."""
         blamed = self._blamed.get(tensor)
         if blamed is not None:
             blamed[:] = name, which

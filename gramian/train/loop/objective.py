@@ -27,7 +27,7 @@ class Objective(nn.Module):
         self.model = model
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The layer that computes the logits; the method has the name that Hugging Face models use for it."""
+        """The layer that computes the logits, None if it is unknown; Hugging Face models use the same name for this method."""
         ask = getattr(self.model, "get_output_embeddings", None)
         head: nn.Module | None = ask() if callable(ask) else getattr(self.model, "head", None)
         return head
@@ -35,10 +35,10 @@ class Objective(nn.Module):
     def forward(
         self, tokens_BT: Tensor, targets_BT: Tensor, coefficient: float | Tensor, documents_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """coefficient · Σ −log p(target) to differentiate, and Σ −log p(target) without a graph, in float32 (or float64).
+        """Return coefficient · Σ −log p(target) to differentiate, and Σ −log p(target) without a graph.
 
         Takes token and target ids [B, T]; a target of −100 does not count. `documents_BT` is the document of each token, for
-        models that keep documents apart.
+        models that keep documents apart; None: one document per window. Both results are float32, or float64 for such logits.
         """
         logits_BTV = logits_of(self.model, tokens_BT, documents_BT)
         total = summed_loss(logits_BTV, targets_BT)

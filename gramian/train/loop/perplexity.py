@@ -25,7 +25,7 @@ class Perplexity(Measured):
     """Perplexity of a token stream: exp of the mean loss over all predicted tokens, each predicted once."""
 
     protocol: str
-    """"non-overlapping": a token is predicted from those before it in its window; "sliding": from at least length − stride."""
+    """"non-overlapping": a token is predicted from those before it in its window; "sliding": from length − stride or more."""
     length: int
     stride: int
 
@@ -45,7 +45,7 @@ class Perplexity(Measured):
 def perplexity(
     logits: Logits,
     stream: Stream,
-    world: ProcessGrid,
+    grid: ProcessGrid,
     *,
     length: int,
     stride: int | None = None,
@@ -61,34 +61,34 @@ def perplexity(
     Args:
         logits: maps ids [B, T] to logits [B, T, V].
         stream: the documents.
-        world: each process scores a part; all get the same result.
+        grid: each process scores a part; all get the same result.
         length: tokens that one forward sees.
         stride: tokens that one forward scores; None scores all, which is "non-overlapping".
         pack: concatenate documents; False scores each by itself.
         rows: windows of one forward.
-        limit: number of windows, from the first on; None for all.
-        progress: called with the number of this process's windows that are done, and of all its windows.
+        limit: maximum number of windows, from the first on; None: all.
+        progress: called with the number of this process's windows that are done, and of all its windows; None: no report.
 
     Raises:
         GramianError: if the stride is not between 1 and length − 1.
 
     Example:
-        >>> perplexity(lambda ids: model(ids), stream, world, length=128, stride=64)  # doctest: +SKIP
+        >>> perplexity(lambda ids: model(ids), stream, grid, length=128, stride=64)  # doctest: +SKIP
     """
     if stride is not None and not 1 <= stride < length:
         raise GramianError(f"stride: expected from 1 to {length - 1}, less than the window, got {stride}")
     places = list(_places(stream, length, stride or length, pack))[:limit]
-    share = -(-len(places) // world.size)
-    mine = places[world.rank * share : (world.rank + 1) * share]
-    total = torch.zeros(2, dtype=torch.float64, device=world.device)
+    share = -(-len(places) // grid.size)
+    mine = places[grid.rank * share : (grid.rank + 1) * share]
+    total = torch.zeros(2, dtype=torch.float64, device=grid.device)
     for first in range(0, len(mine), rows):
-        tokens_BT, targets_BT = (t.to(world.device) for t in _stack(stream, mine[first : first + rows], length))
+        tokens_BT, targets_BT = (t.to(grid.device) for t in _stack(stream, mine[first : first + rows], length))
         logits_BTV = logits(tokens_BT)
         total[0] += summed_loss(logits_BTV, targets_BT)
         total[1] += (targets_BT != IGNORED).sum()
         if progress is not None:
             progress(min(len(mine), first + rows), len(mine))
-    nats, tokens = world.sum_(total).tolist()
+    nats, tokens = grid.sum_(total).tolist()
     name = "non-overlapping" if stride is None else "sliding"
     return Perplexity(nats, int(tokens), name, length, stride or length)
 

@@ -25,13 +25,13 @@ class PlainStepper(Stepper):
     """Takes the optimizer steps of cross-entropy training, also along natural gradients.
 
     Args:
-        module, optimizer, numbers, world: see the attributes of `Stepper`.
+        module, optimizer, numbers, grid: model and loss, optimizer, precision and process grid of the run, as in `Stepper`.
         max_norm: longer gradients are scaled down to this norm; 0 scales none.
         seed: seed of dropout.
-        kfac: captures the backward of every step, where the optimizer is preconditioned by it.
+        kfac: preconditioner of the optimizer, which captures the backward of every step; None: plain gradients.
 
     Example:
-        >>> stepper = PlainStepper(module, optimizer, numbers, world, max_norm=1.0, seed=0)  # doctest: +SKIP
+        >>> stepper = PlainStepper(module, optimizer, numbers, grid, max_norm=1.0, seed=0)  # doctest: +SKIP
         >>> stepper.take(batch, rate=1e-3).stepped  # doctest: +SKIP
         True
     """
@@ -41,19 +41,22 @@ class PlainStepper(Stepper):
         module: nn.Module,
         optimizer: Optimizer,
         numbers: Precision,
-        world: ProcessGrid,
+        grid: ProcessGrid,
         *,
         max_norm: float,
         seed: int,
         kfac: KFACNaturalGradient | None = None,
     ) -> None:
-        self.module, self.optimizer, self.numbers, self.world = module, optimizer, numbers, world
+        self.module, self.optimizer, self.numbers, self.grid = module, optimizer, numbers, grid
         self.max_norm, self.kfac, self.captured = max_norm, kfac, module
         self.scaler = numbers.scaler()
         self._seed = seed
 
     def take(self, batch: StepBatch, rate: float, flag: bool = False) -> TakenStep:
-        """Take one optimizer step on the micro-batches of `batch` at learning rate `rate`; its metrics stay on the device."""
+        """Take one optimizer step on the micro-batches of `batch` at learning rate `rate`; its metrics stay on the device.
+
+        A `flag` raised on one process is reported to all.
+        """
         self.set_rate(rate)
         self.optimizer.zero_grad(set_to_none=True)
         sums, scale = self._backward(batch, 1.0 / max(1, batch.tokens)), 1.0
@@ -63,7 +66,7 @@ class PlainStepper(Stepper):
         norm = self._clip()
         stepped = self._step()
         learned = self._learn(sums, scale, stepped)
-        sums = self.world.sum_(torch.cat([sums[:1], torch.full_like(sums[:1], flag), sums[1:]]))
+        sums = self.grid.sum_(torch.cat([sums[:1], torch.full_like(sums[:1], flag), sums[1:]]))
         own = torch.stack([torch.full_like(norm, batch.tokens), norm])
         return TakenStep(torch.cat([sums[:2], own, sums[2:], learned]), stepped)
 
@@ -74,11 +77,11 @@ class PlainStepper(Stepper):
 
     def _backward(self, batch: StepBatch, coefficient: float) -> Tensor:
         """Forward and backward of all micro-batches; returns the values that the objective reports, summed over them."""
-        total = torch.zeros(1, dtype=torch.float64, device=self.world.device)
-        coefficient = coefficient * self.world.size
+        total = torch.zeros(1, dtype=torch.float64, device=self.grid.device)
+        coefficient = coefficient * self.grid.size
         with self._observed(batch, coefficient) as capture:
             for i, micro in enumerate(batch.micro):
-                seed_all(self._seed, batch.position, i, self.world.rank)
+                seed_all(self._seed, batch.position, i, self.grid.rank)
                 if capture is not None and i:
                     capture.next(**terms_and_ids(batch, i))
                 more = self._arguments(micro)
@@ -94,7 +97,7 @@ class PlainStepper(Stepper):
         return total
 
     def _observed(self, batch: StepBatch, coefficient: float) -> AbstractContextManager[Any]:
-        """Context of a K-FAC capture, which sees this process's gradients before they are averaged; else an empty context."""
+        """Context manager that captures this process's gradients for K-FAC before they are averaged; empty without K-FAC."""
         if self.kfac is None:
             return nullcontext()
         return self.kfac.capture(

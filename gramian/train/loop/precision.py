@@ -1,6 +1,7 @@
 """Numeric precision of a run: dtype of weights, autocast, loss scaling, TF32."""
 
 import os
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +53,8 @@ def resolve_precision(
 ) -> Precision:
     """The precision that a config asks for on a device; `capability` None: the compute capability of that GPU.
 
-    "auto" is fp32 on a CPU, bf16 on Ampere and later, fp16 with a scaler on older GPUs. Raises if the GPU does not support it.
+    "auto" is fp32 on a CPU, bf16 on Ampere and later, fp16 with a loss scaler on older GPUs. Raises a GramianError if the
+    config asks for bf16 and the GPU is older than Ampere.
     """
     if device.type != "cuda":
         return Precision("fp32" if precision.kind == "auto" else precision.kind, device.type)
@@ -69,5 +71,18 @@ def set_globals(precision: PrecisionSection, deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
     torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = precision.tf32
-    torch.use_deterministic_algorithms(deterministic)
+    set_deterministic(deterministic)
     torch.backends.cudnn.benchmark = False
+
+
+def set_deterministic(deterministic: bool, warn_only: bool = False) -> None:
+    """Switch deterministic kernels on or off for the process, in compiled graphs too; `warn_only`: warn where there is none.
+
+    `torch.use_deterministic_algorithms` imports the compiler, two seconds, also where nothing is compiled; here the compiler
+    reads the choice when it is imported.
+    """
+    if "torch._inductor.config" in sys.modules:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        return
+    torch.set_deterministic_debug_mode(("warn" if warn_only else "error") if deterministic else "default")
+    os.environ["TORCHINDUCTOR_DETERMINISTIC"] = str(int(deterministic))

@@ -1,7 +1,7 @@
 """Takes the steps of a private run: a Poisson draw in place of a batch; the privacy engine clips and adds noise.
 
-The loss of a window is the sum over its tokens divided by `data.length`; the unit of privacy is one window. ε covers neither
-the loss nor the order of the data; the gradient norm is that of the gradient with noise.
+The loss of a window is the sum over its tokens divided by `data.length`; the privacy guarantee holds for one window. ε covers
+neither the reported loss nor the order of the data; the reported gradient norm is that of the gradient with noise.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,9 @@ from gramian.data.windows import Windows
 from gramian.kernels.normal_tail import NORMALS_VERSION
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.privacy import PrivacyEngine
+from gramian.privacy.clipping.norm_histogram import BINS, FIELDS, histogram_metrics, norm_counts
 from gramian.train.config.config import Config
+from gramian.train.loop.deferred_metrics import StepOutcome
 from gramian.train.loop.objective import IGNORED
 from gramian.train.loop.precision import Precision
 from gramian.train.loop.public_curvature import PublicCurvature
@@ -31,7 +33,7 @@ from gramian.train.loop.stepper import Stepper, TakenStep, seed_all
 
 @dataclass(frozen=True)
 class Draw:
-    """One Poisson draw of windows, in micro-batches that fit one backward each."""
+    """One Poisson draw of windows, in micro-batches (`pieces`, {name: [windows, T]}) that fit one backward pass each."""
 
     position: int
     """Number of the draw: the number of releases (published noised sums) before it."""
@@ -41,24 +43,25 @@ class Draw:
 class PrivateStepper(Stepper):
     """Takes the steps of DP-SGD training with a `PrivacyEngine`, which makes the model private at construction.
 
-    The config has a [privacy] section, the windows are its records; `curvature` refreshes the K-FAC factors that the optimizer
-    is preconditioned with.
+    The config has a [privacy] section; each of `windows` is one sample. `curvature` refreshes the K-FAC factors that
+    precondition the optimizer; None: no K-FAC.
     """
 
     repeatable = False
+    extra = FIELDS
 
     def __init__(
         self,
         module: nn.Module,
         optimizer: Optimizer,
         numbers: Precision,
-        world: ProcessGrid,
+        grid: ProcessGrid,
         config: Config,
         windows: Windows,
         curvature: PublicCurvature | None = None,
     ) -> None:
         assert config.privacy is not None
-        self.module, self.optimizer, self.numbers, self.world = module, optimizer, numbers, world
+        self.module, self.optimizer, self.numbers, self.grid = module, optimizer, numbers, grid
         self.scaler, self.curvature = numbers.scaler(), curvature
         self.kfac = None if curvature is None else curvature.kfac
         self.captured = module if curvature is None else curvature.copy
@@ -71,11 +74,11 @@ class PrivateStepper(Stepper):
         )
         loader: DataLoader[Any] = DataLoader(
             windows,
-            batch_size=max(1, data.batch // world.size),
+            batch_size=max(1, data.batch // grid.size),
             num_workers=data.workers,
             prefetch_factor=data.prefetch if data.workers else None,
             persistent_workers=data.workers > 0,
-            pin_memory=world.device.type == "cuda",
+            pin_memory=grid.device.type == "cuda",
             generator=torch.Generator().manual_seed(0),
             worker_init_fn=leave_process_group,
         )
@@ -100,21 +103,21 @@ class PrivateStepper(Stepper):
             noise = options.noise_multiplier or 0.0
             _, _, self._loader = self.engine.make_private(noise_multiplier=noise, **arguments)
         self._options, self._windows = options, windows
-        self._rows = max(2, min(len(windows), data.micro_batch or data.batch // world.size))
+        self._rows = max(2, min(len(windows), data.micro_batch or data.batch // grid.size))
 
     def prepare(self) -> None:
-        """Prove that the loss of a window does not depend on other windows, unless privacy.proof is "off".
+        """Check that the loss of a window does not depend on other windows, unless privacy.proof is "off".
 
-        All processes use the same windows, spread evenly over the data, as many as one backward takes. A failure names the
-        layer whose rows change. Cost: see `PrivacyEngine.check_independence`.
+        All processes use the same windows, spread evenly over the data, as many as one backward pass has. Raises a GramianError
+        that names the layer whose rows change. Cost: see `PrivacyEngine.check_independence`.
         """
         if self._options.proof != "off" and len(self._windows) > 1:
             places = np.linspace(0, len(self._windows) - 1, self._rows).astype(np.int64)
-            rows = {name: value.to(self.world.device) for name, value in self._windows.stack(places).items()}
+            rows = {name: value.to(self.grid.device) for name, value in self._windows.stack(places).items()}
             self.engine.check_independence(lambda model, rows: self.loss(model, rows)[0], rows)
 
     def loss(self, module: nn.Module, rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Loss to differentiate, Σ −log p(target) / data.length times the loss scale, and Σ −log p(target), of some windows."""
+        """Loss of some windows to differentiate, Σ −log p(target) / data.length times the loss scale, and Σ −log p(target)."""
         with self.numbers.autocast():
             loss, nats = module(rows["tokens"], rows["targets"], 1.0 / self._length, rows.get("documents"))
         return loss if self.scaler is None else self.scaler.scale(loss), nats
@@ -163,22 +166,34 @@ class PrivateStepper(Stepper):
         self.set_rate(rate)
         if self.curvature is not None:
             self.curvature.refresh(batch.position)
-        total = torch.zeros(3, dtype=torch.float64, device=self.world.device)
+        total = torch.zeros(3 + BINS + 1, dtype=torch.float64, device=self.grid.device)
         total[1] = float(flag)
         before = 1.0 if self.scaler is None else self.scaler.get_scale()
         for i, piece in enumerate(batch.pieces):
-            piece = {name: value.to(self.world.device, non_blocking=True) for name, value in piece.items()}
-            seed_all(self._seed, batch.position, i, self.world.rank)
+            piece = {name: value.to(self.grid.device, non_blocking=True) for name, value in piece.items()}
+            seed_all(self._seed, batch.position, i, self.grid.rank)
             self.optimizer.zero_grad(set_to_none=True)
             loss, nats = self.loss(self.module, piece)
             self.engine.backward(loss)
             total[0] += nats
             total[2] += (piece["targets"] != IGNORED).sum()
+            if self.engine.last is not None:
+                total[3:] += norm_counts(self.engine.last.norms_B.to(total.device), self._options.max_grad_norm)
             self._step()
         norm = get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         stepped = self.scaler is None or self.scaler.get_scale() >= before
-        return TakenStep(torch.cat([self.world.sum_(total), norm.detach().to(total)[None]]), stepped)
+        total = self.grid.sum_(total)
+        return TakenStep(torch.cat([total[:3], norm.detach().to(total)[None], total[3:]]), stepped)
+
+    def metrics(self, outcome: StepOutcome) -> dict[str, Any]:
+        """Metrics of a step for the log: the histogram of per-sample gradient norms before clipping."""
+        return {"sample_norms": histogram_metrics(outcome.extra, self._options.max_grad_norm)}
+
+    def plans(self) -> dict[str, Any]:
+        """{"clipping": how the last backward computed norms and clipped sums, as a table}; empty before the first one."""
+        plan = self.engine.plan
+        return {} if plan is None else {"clipping": plan.table().facts()}
 
     # ---- state and privacy -------------------------------------------------------------------------------------------
 
@@ -211,7 +226,7 @@ class PrivateStepper(Stepper):
         return self.engine.get_epsilon(self._options.delta, self.engine.released)
 
     def privacy_record(self) -> dict[str, Any]:
-        """Parameters of the DP mechanism; "proof": whether each layer row was proven to depend on one sample only."""
+        """Parameters of the DP mechanism; "proof": whether each row of a layer was proven to depend on one sample only."""
         return {
             "noise_multiplier": self.engine.noise_multiplier,
             "sample_rate": self.engine.sample_rate,

@@ -19,14 +19,15 @@ from gramian.train.loop.stepper import seed_all, terms_and_ids
 from gramian.train.state.flat_state import tensors_of
 
 SCALE = 2.0**12
-"""Factor of the loss on public data in half precision, where the gradients that K-FAC sees would underflow otherwise."""
+"""Factor of the loss on public data in fp16, where the gradients that K-FAC sees would underflow otherwise."""
 
 
 class PublicCurvature:
     """Refreshes the K-FAC factors of a private model on public windows.
 
     `copy` is a copy of the module (model and loss) that is not private, sharded in the same way. `kfac.public_files` are read
-    as `data.files` are, or as text beside the embedded corpus; processes divide a public batch as they do a training batch.
+    as `data.files` are, or as text if the training data is the embedded corpus; processes divide a public batch as they do a
+    training batch.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class PublicCurvature:
         kfac: KFACNaturalGradient,
         config: Config,
         numbers: Precision,
-        world: ProcessGrid,
+        grid: ProcessGrid,
     ) -> None:
         assert config.kfac is not None
         data = config.data
@@ -46,15 +47,15 @@ class PublicCurvature:
         )
         self.windows = Windows(stream, data.length, pack=data.pack, isolate=data.isolate)
         self._module, self.copy, self.kfac = module, copy, kfac
-        self._seed, self._numbers, self._world = config.run.seed, numbers, world
+        self._seed, self._numbers, self._grid = config.run.seed, numbers, grid
         self._batches = Batches(
             self.windows,
             batch=data.batch,
             micro_batch=data.micro_batch,
             seed=config.run.seed,
-            rank=world.rank,
-            world=world.size,
-            device=world.device,
+            rank=grid.rank,
+            world_size=grid.size,
+            device=grid.device,
         )
 
     def refresh(self, number: int) -> None:
@@ -70,7 +71,7 @@ class PublicCurvature:
                 own.copy_(now[name])
         with observed as capture:
             for i, micro in enumerate(batch.micro):
-                seed_all(self._seed, number, i, self._world.rank)
+                seed_all(self._seed, number, i, self._grid.rank)
                 if i:
                     capture.next(**terms_and_ids(batch, i))
                 with self._numbers.autocast():

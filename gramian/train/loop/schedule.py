@@ -41,7 +41,7 @@ class Schedule:
     first: Callable[[int, ScheduleSection], int] = _after_warmup
     """Maps (steps of the run, options) to the step at which the decay begins."""
     decays: bool = True
-    """False if the rate stays at the peak to the end."""
+    """False if the learning rate stays at the peak to the end."""
 
 
 SCHEDULES = {
@@ -54,7 +54,7 @@ SCHEDULES = {
 
 
 def learning_rate(step: int, steps: int, schedule: ScheduleSection, optimizer: OptimizerSection) -> float:
-    """Learning rate of one step, counted from 0; steps past the end have the rate of the last. The optimizer has the peak.
+    """Learning rate of step number `step` (from 0) of `steps`; later steps have the last one's. `optimizer.lr` is the peak.
 
     Example:
         >>> learning_rate(0, 100, ScheduleSection(kind="constant", warmup=10), OptimizerSection(lr=1.0))

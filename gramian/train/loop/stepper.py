@@ -1,4 +1,4 @@
-"""The base class of what takes the optimizer steps of a run, with all that the training loop calls.
+"""The base class of steppers, which take the optimizer steps of a run: all methods that the training loop calls.
 
 A stepper owns the model, the optimizer and the loss scaler of a run and takes one optimizer step per call. There are three:
 `PlainStepper` (also along natural gradients), `DistillingStepper` (a student with a teacher) and `PrivateStepper` (DP-SGD).
@@ -29,23 +29,23 @@ class TakenStep:
     """The result of one optimizer step; its values stay on the device, so that nothing waits for them."""
 
     values: Tensor
-    """[Σ −log p(target) over all processes, flags raised, tokens of the loss, gradient norm, then one value for each name in
-    `Stepper.extra`], float64."""
+    """[Σ −log p(target) over all processes, number of processes that raised the flag, tokens of the loss, gradient norm, then
+    one value for each name in `Stepper.extra`], float64."""
     stepped: bool
     """Whether the optimizer stepped; False if the loss scaler skipped the step."""
 
 
 class Stepper:
-    """Takes the optimizer steps of a run; has the state, metrics and events of its kind of training.
+    """Takes the optimizer steps of a run; saves the state and reports the metrics and events of its kind of training.
 
-    The defaults are those of a run without a teacher and without privacy.
+    The methods defined here are those of a run without a teacher and without privacy.
     """
 
     module: nn.Module
     """Model and loss as one module, wrapped for several processes."""
     optimizer: Optimizer
     numbers: Precision
-    world: ProcessGrid
+    grid: ProcessGrid
     scaler: torch.amp.GradScaler | None
     kfac: KFACNaturalGradient | None
     captured: nn.Module
@@ -67,7 +67,7 @@ class Stepper:
         raise AssertionError("the steps of this run are not repeated")
 
     def prepare(self) -> None:
-        """Make the checks of this kind of training that must pass before the first step; raises if one fails."""
+        """Run the checks of this kind of training that must pass before the first step; raises if one fails."""
 
     def begin(self, step: int) -> None:
         """Called with the index of the optimizer step that is taken next."""
@@ -117,7 +117,7 @@ class Stepper:
     def load_sections(self, sections: Mapping[str, Any], validated: int | None = None) -> None:
         """Restore the state that `sections` and `judged_sections` returned, except what a rollback must not take back.
 
-        For a rollback, evaluations up to step `validated` are not repeated.
+        For a rollback, `validated` is the step up to which evaluations are not repeated; else None.
         """
         if self.kfac is not None:
             self.kfac.load_state_dict(sections["kfac"], self.captured)
@@ -126,6 +126,10 @@ class Stepper:
 
     def metrics(self, outcome: StepOutcome) -> dict[str, Any]:
         """Metrics of a step for `metrics.jsonl` in addition to loss and gradient norm, {name: value}."""
+        return {}
+
+    def plans(self) -> dict[str, Any]:
+        """Plans that are known only after the first step, {name: `PlanTable.facts()`}; none without privacy."""
         return {}
 
     def observe(self, outcome: StepOutcome) -> list[Event]:
@@ -158,7 +162,7 @@ class Stepper:
         return None
 
     def privacy_record(self) -> dict[str, Any] | None:
-        """Parameters of the DP mechanism; "proof": whether each layer row depends on one sample only; None if not private."""
+        """Parameters of the DP mechanism; "proof": whether each row of a layer depends on one sample; None if not private."""
         return None
 
 

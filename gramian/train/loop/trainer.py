@@ -1,8 +1,8 @@
-"""The training loop: steps, a guard that judges them, rollbacks to snapshots, and checkpoints to resume from.
+"""The training loop: steps, a guard that detects faults, rollbacks to snapshots, and checkpoints to resume from.
 
-The state of a run is its `RunProgress` (a few integers), the model and the optimizer, and what the guard, the scaler, K-FAC and
-the privacy engine remember. A resumed run is the same run, bit for bit, because everything else is a function of the config
-and these.
+The state of a run is its `RunProgress` (a few integers), the model and the optimizer, and the states of guard, loss scaler,
+K-FAC and privacy engine. A resumed run is the same run, bit for bit, because everything else is a function of the config and
+this state.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from typing import Any
 
 from gramian.core.errors import GramianError
 from gramian.data import DataWorkerDied, StarvationMeter
+from gramian.train.build.remarks import remarks
 from gramian.train.build.run_parts import Parts
 from gramian.train.loop.deferred_metrics import DeferredMetrics, StepAttempt, StepOutcome
 from gramian.train.loop.evaluate import evaluate, health_of, weights_are_finite
@@ -29,7 +30,7 @@ from gramian.train.state.run_record import Record
 from gramian.train.state.run_saver import RunSaver
 
 DEATHS = 3
-"""Number of data workers' deaths after which a run still continues."""
+"""Maximum number of deaths of data workers that a run survives; the next one raises."""
 EVAL_SHARE = 0.05
 """Largest fraction of the run's time that evaluation takes with eval.every = "auto"."""
 
@@ -55,7 +56,7 @@ class Trainer:
 
     Example:
         >>> with RunFolder(config) as folder:  # doctest: +SKIP
-        ...     ended = Trainer(build(config, world), folder).run()
+        ...     ended = Trainer(build(config, grid), folder).run()
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Trainer:
         on_outcome: Callable[[StepOutcome, "Trainer"], None] = lambda outcome, run: None,
         on_event: Callable[[Mapping[str, Any]], None] = lambda event: None,
     ) -> None:
-        self.parts, self.config, self.world = parts, parts.config, parts.world
+        self.parts, self.config, self.grid = parts, parts.config, parts.grid
         self.folder, self._on_outcome = folder, on_outcome
         self.progress = RunProgress()
         self.record = Record(folder.path, parts)
@@ -79,7 +80,7 @@ class Trainer:
         self._deaths = 0
         decisions = "raw" if self.config.privacy is None else self.config.privacy.decisions
         self._judges_loss, self._judges_validation = decisions == "raw", decisions != "noised"
-        """Whether training and validation losses decide on rollbacks and the best; privacy.decisions sets it if private."""
+        """Whether rollbacks and the best checkpoint may depend on training and validation losses; see privacy.decisions."""
 
     @property
     def step(self) -> int:
@@ -99,6 +100,8 @@ class Trainer:
         try:
             with Interrupts() as interrupts:
                 self._resume()
+                for text in remarks(self.parts):
+                    self.log.event({"event": "remark", "text": text})
                 if (host := self.parts.host).snapshots < host.wish:
                     self.log.event({"event": "fewer_snapshots", "wish": host.wish, "plan": str(host)})
                 if not self._ends():
@@ -146,9 +149,9 @@ class Trainer:
         return self.step >= self.config.run.steps or self.parts.stepper.exhausted(self.config.run.steps)
 
     def _judge(self, wait: bool) -> tuple[bool, Ended | None]:
-        """Let the guard judge the steps whose metrics have arrived; with `wait`, all steps taken.
+        """Pass the steps whose metrics have arrived to the guard (with `wait`: all steps taken), and follow its verdicts.
 
-        Returns False if a step was taken back; and how the run ended, if it did.
+        Returns False if the guard rolled back or stopped the run, else True; and how the run ended, None if it goes on.
         """
         for outcome in self.deferred.read(wait):
             attempt = outcome.attempt
@@ -229,7 +232,7 @@ class Trainer:
         return self._eval_due() or self.step >= self.config.run.steps
 
     def _eval_due(self) -> bool:
-        """Whether the model is evaluated after this step; with eval.every = "auto" rank 0's clock decides, at logged steps."""
+        """Whether the model is evaluated after this step; eval.every = "auto": a logged step, if rank 0's clock allows it."""
         progress, every = self.progress, self.config.eval.every
         if progress.evaluated == progress.step or progress.step == 0 or progress.repeating:
             return False
@@ -237,14 +240,14 @@ class Trainer:
             return progress.step % every == 0
         if progress.step % self.config.run.log_every:
             return False
-        mine = self.world.rank == 0 and self.log.eval_fits(EVAL_SHARE)
-        return self.world.most(float(mine)) > 0
+        mine = self.grid.rank == 0 and self.log.eval_fits(EVAL_SHARE)
+        return self.grid.most(float(mine)) > 0
 
     def _keep_up(self) -> Ended | None:
-        """Evaluate the model, copy its state and write a checkpoint, as far as due; returns how the run ended, if it did.
+        """Evaluate the model, copy its state and write a checkpoint, each if it is due; returns how the run ended, else None.
 
-        A validation loss that is not finite shows what the next step's loss would: the last update is taken back. Where the
-        validation loss must not decide, weights that are not finite do.
+        A validation loss that is not finite takes back the last update, as the next step's loss would. If decisions must not
+        depend on the validation loss (privacy), weights that are not finite do so instead.
         """
         better = False
         if self._eval_due() or self._ends():
@@ -286,7 +289,7 @@ class Trainer:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def _judged_facts(self) -> dict[str, Any]:
-        """What depends on the metrics read so far, as JSON values: best loss, clipped steps and the guard's state."""
+        """The state that depends on the metrics read so far, as JSON values: best loss, clipped steps and the guard's state."""
         return {**self.progress.judged_facts(), "clipped": list(self.log.clipped), "guard": self.guard.state_dict()}
 
     def _resume(self) -> None:
@@ -320,8 +323,8 @@ class Trainer:
     def _roll_back(self, verdict: Rollback, judged: int) -> None:
         """Restore the state before the first suspicious step, and leave out the data of all suspicious steps from now on.
 
-        `judged` is the position of the last batch whose metrics the guard has seen; later ones may have a suspicious step's
-        number, if the scaler skipped that, and are not to blame.
+        `judged` is the data position of the last batch whose metrics the guard has seen. A later batch is not left out, even if
+        it has a suspicious step's number because the loss scaler skipped that step.
         """
         before, repeatable = self.progress, self.parts.stepper.repeatable
         bad = {position for step, position in before.trail if step in verdict.skip and position <= judged}

@@ -59,7 +59,8 @@ class LoadedCheckpoint:
     def parts(self, extents: Mapping[str, Extent] | None = None) -> dict[str, Part]:
         """Read saved tensors into host memory: the boxes (index ranges) of `extents`, and all of a tensor not named there.
 
-        A checkpoint of any number of processes is read by any number; nothing is communicated.
+        A checkpoint of any number of processes is read by any number; nothing is communicated. Raises a GramianError if a file
+        cannot be read.
         """
         needed = {name: (extents or {}).get(name, full_extent(shape)) for name, shape in self.shapes.items()}
         try:
@@ -94,9 +95,12 @@ class CheckpointStore:
         folder: folder of the checkpoints; created if it does not exist.
         keep: number of newest checkpoints that are kept, beside the best.
         rank: rank of this process.
-        world: number of processes.
+        world_size: number of processes.
         on_event: called with {"event": "checkpoint_…", …}, also from the writing thread: written, failed, waited (by `write`),
             skipped (by `newest` or `best`, with the reason), dropped, not_pruned.
+
+    Raises:
+        GramianError: if `keep` is below 1, or rank and world_size are not those of torch.distributed.
 
     Example:
         >>> with CheckpointStore(folder, keep=3) as store:  # doctest: +SKIP
@@ -110,19 +114,21 @@ class CheckpointStore:
         folder: str | os.PathLike[str],
         keep: int,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
         *,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise GramianError(f"keep: {keep!r}; expected an integer of at least 1")
-        if world > 1 and not (dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == (rank, world)):
+        if world_size > 1 and not (
+            dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == (rank, world_size)
+        ):
             raise GramianError(
-                f"world: {world}, but torch.distributed has not that many; expected its rank and world size"
+                f"world_size: {world_size}, but torch.distributed has not that many; expected its rank and world size"
             )
-        self.folder, self.keep, self.rank, self.world = Path(folder), keep, rank, world
+        self.folder, self.keep, self.rank, self.world_size = Path(folder), keep, rank, world_size
         self._on_event = on_event or (lambda event: None)
-        self._group = dist.new_group(backend="gloo") if world > 1 else None
+        self._group = dist.new_group(backend="gloo") if world_size > 1 else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._save: Future[None] | None = None
         self._errors: list[GramianError] = []
@@ -136,10 +142,13 @@ class CheckpointStore:
     def write(self, snapshot: Snapshot, *, best: bool = False) -> None:
         """Start to write a snapshot to disk, after the previous save is done; the caller need not keep the snapshot.
 
-        Its fact `config_hash` goes into the manifest. The best so far is kept until a better one is complete.
+        Its fact `config_hash` is written into the manifest. The best checkpoint so far is kept until a better one is complete.
+        Raises a GramianError if the snapshot is sharded and the store has one process.
         """
-        if snapshot.sharded and self.world == 1:
-            raise GramianError("world: 1, but the snapshot is sharded over several processes; expected their number")
+        if snapshot.sharded and self.world_size == 1:
+            raise GramianError(
+                "world_size: 1, but the snapshot is sharded over several processes; expected their number"
+            )
         if self._save is not None and not self._save.done():
             started = time.perf_counter()
             self._finish_save()
@@ -171,7 +180,7 @@ class CheckpointStore:
         self.close()
 
     def drop_after(self, step: int) -> None:
-        """Remove checkpoints of later steps, as after a rollback to `step` or a resume from an older one.
+        """Remove checkpoints of later steps, as after a rollback to `step` or a resume from an older checkpoint.
 
         The best of them stays for `best`, under the name `best-…`; `newest` ignores it.
         """
@@ -284,9 +293,10 @@ class CheckpointStore:
     # ---- reading -------------------------------------------------------------------------------------------------------
 
     def newest(self, config_hash: str | None = None, upto: int | None = None) -> LoadedCheckpoint | None:
-        """The newest intact checkpoint with this config hash (None: any), of step `upto` or before; None if there is none.
+        """The newest intact checkpoint with this config hash, of step `upto` or before; None if there is none.
 
-        The same on all processes, which divide the verification. Events report those that were skipped, and why.
+        `config_hash` or `upto` None: any. The result is the same on all processes, which divide the verification. Events report
+        the checkpoints that were skipped, and why.
         """
         return self._first("step", config_hash, upto)
 
@@ -323,7 +333,7 @@ class CheckpointStore:
 
     def _damage(self, path: Path, body: dict[str, Any]) -> str | None:
         """The first difference from the manifest in the checkpoint files that this process verifies; None if there is none."""
-        for name in sorted(body["files"])[self.rank :: self.world]:
+        for name in sorted(body["files"])[self.rank :: self.world_size]:
             problem = FileRecord(**body["files"][name]).difference(path / name)
             if problem is not None:
                 return f"{name}: {problem}"

@@ -27,7 +27,10 @@ DTYPES = {
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileRecord:
-    """Write contiguous host tensors to a new safetensors file without copying them; returns its size and checksum."""
+    """Write contiguous host tensors to a new safetensors file without copying them; returns its size and checksum.
+
+    `metadata` are texts for the file's header. Raises a GramianError for a dtype that safetensors does not have.
+    """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # everything stays aligned
     end = 0
@@ -87,7 +90,7 @@ def write_manifest(
 
 
 def read_manifest(path: Path) -> tuple[dict[str, Any] | None, str | None]:
-    """(manifest of a checkpoint folder, None), or (None, what is wrong with it)."""
+    """Return (manifest of a checkpoint folder, None), or (None, text that says why it cannot be used)."""
     try:
         text = (path / MANIFEST).read_bytes()
     except FileNotFoundError:

@@ -57,10 +57,10 @@ def facts_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def extents(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Extent]:
-    """Which part of each saved tensor this process needs, {name: index ranges}: its shard, where the model is sharded.
+    """Which part of each saved tensor this process needs, {name: index ranges}: its shard, if the model is sharded.
 
-    `shapes` are those of the full tensors. Returned are the boxes of the model's tensors, and of optimizer state that has its
-    parameter's shape; all of any other tensor is needed.
+    `shapes` are those of the full tensors. The result has the model's tensors, and optimizer state that has its parameter's
+    shape; a tensor that is not in the result is needed in full.
     """
     own = {name: part.extent for name, part in parts_of(_model_tensors(model)).items()}
     needed = {}
@@ -85,10 +85,10 @@ def load(
     removed where the saved optimizer has none.
 
     Args:
-        model: whose tensors have the saved names, shapes and dtypes; may be sharded differently.
-        optimizer: with the saved parameter groups; None ignores the optimizer's part of the state.
+        model: model whose tensors have the saved names, shapes and dtypes; it may be sharded differently.
+        optimizer: optimizer with the saved parameter groups; None: the optimizer's part of the state is ignored.
         tensors: full tensors, DTensors placed as the model's, or parts that contain what this process needs.
-        facts: the result of `facts_of`.
+        facts: the result of `facts_of`; None is allowed without an optimizer.
 
     Raises:
         GramianError: naming what is missing, unexpected or of another shape or dtype.

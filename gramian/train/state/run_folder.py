@@ -25,7 +25,7 @@ class RunFolder:
 
     Example:
         >>> with RunFolder(config) as folder:  # doctest: +SKIP
-        ...     Trainer(build(config, world), folder).run()
+        ...     Trainer(build(config, grid), folder).run()
     """
 
     def __init__(self, config: Config) -> None:
@@ -123,8 +123,9 @@ def difference(before: Config, now: Config) -> str:
 class JsonLines:
     """A file of JSON lines that is appended to; lines that a full disk refuses are written together with later ones.
 
-    Lines of attempts after `upto` and incomplete lines are removed, because a resumed run writes them again; None keeps all.
-    With `private` the file has mode 0600.
+    With `upto`, lines whose "attempt" (number of the tried optimizer step) is larger and incomplete lines are removed at first,
+    because a resumed run writes them again; None: all lines stay. With `private` the file has mode 0600. Raises a GramianError
+    if the file cannot be opened.
     """
 
     def __init__(self, path: Path, upto: int | None = None, *, private: bool = False) -> None:

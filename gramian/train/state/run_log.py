@@ -1,4 +1,4 @@
-"""The log of a run: `metrics.jsonl`, `events.jsonl`, and TensorBoard or Weights & Biases where the config asks for them.
+"""The log of a run: `metrics.jsonl`, `events.jsonl`, and TensorBoard or Weights & Biases if the config asks for them.
 
 Numbers that follow from the config are at the top level of a line, and a resumed run writes the same again; what depends on the
 clock is under "time". In a private run everything but ε and the gradient norm is computed on private data without noise:
@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from gramian.core.errors import GramianError
 from gramian.data import StarvationMeter
+from gramian.integrations.trackers import Tracker, open_trackers
 from gramian.models.gpt import GPT
 from gramian.train.build.run_parts import Parts
 from gramian.train.loop.deferred_metrics import StepOutcome
@@ -31,11 +31,13 @@ PEAK_TERAFLOPS = {
     "H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "A10G": 70.0, "RTX 4090": 165.0, "V100": 125.0,
 }  # fmt: skip
 """{part of a GPU's name: its dense half-precision tensor-core peak in TFLOP/s, as the vendor states it}."""
-LOOKED = ("unhealthy", "advice", "rollback", "stopped")
-"""Names of events that depend on private data; the last three only if `privacy.decisions` is "raw"."""
+LOOKED = ("unhealthy", "plans")
+"""Names of events that depend on private data, or on how much of it was drawn."""
+DECIDED = ("advice", "rollback", "stopped")
+"""Names of events that depend on private data if `privacy.decisions` is "raw"."""
 NOT_COVERED = (
     "loss", "perplexity", "validation_loss", "validation_perplexity", "clip_share", "scale", "tokens", "validation_tokens",
-    "spikes",
+    "spikes", "sample_norms",
 )  # fmt: skip
 """Names of logged numbers that are computed from private data without noise, so that ε does not cover them."""
 
@@ -43,8 +45,8 @@ NOT_COVERED = (
 class RunLog:
     """The log of one run; only rank 0 writes, and no file is opened before `begin`.
 
-    `record` knows whether ε is valid, `meter` how long steps wait for data, `progress` returns the current progress of the run;
-    `on_event` is called with every event, too.
+    `record` has the reasons why ε is not valid, `meter` the time that steps wait for data. `progress` returns the current
+    progress of the run; `on_event` is called with every event.
     """
 
     def __init__(
@@ -56,10 +58,10 @@ class RunLog:
         progress: Callable[[], RunProgress],
         on_event: Callable[[Mapping[str, Any]], None] = lambda event: None,
     ) -> None:
-        self._parts, self._config, self._world = parts, parts.config, parts.world
+        self._parts, self._config, self._grid = parts, parts.config, parts.grid
         self._folder, self._record, self._meter = folder, record, meter
         self._progress, self._on_event = progress, on_event
-        self._writes = parts.world.rank == 0
+        self._writes = parts.grid.rank == 0
         self._metrics: JsonLines | None = None
         self._events: JsonLines | None = None
         self._waiting: list[dict[str, Any]] = []
@@ -72,32 +74,25 @@ class RunLog:
         self.clipped: deque[bool] = deque(maxlen=parts.config.guard.window)
         """Whether each of the last gradients was clipped."""
         self._advised: str | None = None
-        self._tensorboard: Any = None
-        self._wandb: Any = None
+        self._planned = False
+        self._trackers: list[Tracker] = []
 
     # ---- files ---------------------------------------------------------------------------------------------------------
 
     def begin(self, upto: int | None) -> None:
-        """Open the log files; metrics of attempts after `upto` are removed, because the resumed run writes them again."""
+        """Open the log files; raises a GramianError if TensorBoard or Weights & Biases is asked for and not installed.
+
+        Metrics of attempts (tried optimizer steps) after number `upto` are removed, because the resumed run writes them again;
+        None: a new run, all are removed.
+        """
         if not self._writes:
             return
         folder, config = self._folder, self._config
         private = config.privacy is not None  # losses without noise distinguish data sets
         self._metrics = JsonLines(folder / "metrics.jsonl", upto=-1 if upto is None else upto, private=private)
         self._events = JsonLines(folder / "events.jsonl", private=private)
-        if config.run.tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise GramianError("run.tensorboard: needs the package tensorboard; expected it installed") from None
-            (folder / "tensorboard").mkdir(mode=0o700 if private else 0o777, exist_ok=True)
-            self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
-        if config.run.wandb:
-            try:
-                import wandb  # type: ignore[import-not-found]
-            except ImportError:
-                raise GramianError("run.wandb: needs the package wandb; expected it installed") from None
-            self._wandb = wandb.init(dir=str(folder), name=folder.name, resume="allow")
+        run = config.run
+        self._trackers = open_trackers(folder, tensorboard=run.tensorboard, wandb=run.wandb, private=private)
         for line in self._waiting:
             self._events.write(line)
         self._waiting.clear()
@@ -109,10 +104,8 @@ class RunLog:
         for lines in (self._metrics, self._events):
             if lines is not None:
                 lines.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        for tracker in self._trackers:
+            tracker.close()
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Write an event to `events.jsonl` with step and time; also called from the thread that writes checkpoints."""
@@ -120,7 +113,7 @@ class RunLog:
             return
         progress, privacy = self._progress(), self._config.privacy
         line = {"step": progress.step, "attempt": progress.attempt, "clock": round(time.time(), 3), **event}
-        if privacy is not None and event["event"] in (LOOKED if privacy.decisions == "raw" else LOOKED[:1]):
+        if privacy is not None and event["event"] in (LOOKED + DECIDED if privacy.decisions == "raw" else LOOKED):
             line["covered_by_epsilon"] = False
         if self._events is None:
             self._waiting.append(line)
@@ -153,6 +146,9 @@ class RunLog:
         if config.privacy is not None:
             line["not_covered_by_epsilon"] = [name for name in NOT_COVERED if name in line]
         self._write({**line, "time": self._time()})
+        if not self._planned and (plans := self._parts.stepper.plans()):
+            self.event({"event": "plans", "plans": plans})
+        self._planned = True
 
     def evaluation(self, measured: Measured, more: Mapping[str, Any], seconds: float) -> None:
         """Write a validation loss, the further numbers `more`, and the seconds that the evaluation took to `metrics.jsonl`."""
@@ -188,19 +184,19 @@ class RunLog:
         return (time.perf_counter() - self._clock_at_eval) * share >= self._last_eval
 
     def eval_share(self) -> float:
-        """Fraction of the time since this process began that evaluation took."""
+        """Fraction of the time since `begin` that evaluation took."""
         return self.eval_seconds / max(1e-9, time.perf_counter() - self._started)
 
     def _time(self) -> dict[str, Any]:
         """Speeds and memory since the last line of metrics, which differ from run to run."""
-        config, world, now, tokens = self._config, self._world, time.perf_counter(), self._progress().tokens
+        config, grid, now, tokens = self._config, self._grid, time.perf_counter(), self._progress().tokens
         seconds, new = now - self._last, tokens - self._last_tokens
         self._last, self._last_tokens = now, tokens
         rate = max(0, new) / seconds if seconds > 0 else 0.0
         waited = self._meter.share(seconds)
         self._advise(self._meter.advice(config.data.workers, config.data.prefetch))
-        cuda = world.device.type == "cuda"
-        peak = peak_flops(world.device) * world.size
+        cuda = grid.device.type == "cuda"
+        peak = peak_flops(grid.device) * grid.size
         return {
             "elapsed": now - self._started,
             "tokens_per_second": rate,
@@ -211,7 +207,7 @@ class RunLog:
         }
 
     def _advise(self, advice: str | None) -> None:
-        """Write an event, once per config key, if more data workers or prefetching would help."""
+        """Write the starvation meter's advice as an event, unless the last one named the same config key; None: no advice."""
         key = None if advice is None else advice.partition(":")[0]
         if key is not None and key != self._advised:
             self.event({"event": "data_starved", "text": advice})
@@ -221,11 +217,8 @@ class RunLog:
         assert self._metrics is not None
         self._metrics.write(line)
         numbers = {name: value for name, value in (line | line["time"]).items() if isinstance(value, int | float)}
-        if self._tensorboard is not None:
-            for name, value in numbers.items():
-                self._tensorboard.add_scalar(name, value, line["step"])
-        if self._wandb is not None:
-            self._wandb.log(numbers, step=line["attempt"])
+        for tracker in self._trackers:
+            tracker.log(numbers, step=line["step"], attempt=line["attempt"])
 
 
 def perplexity(loss: float) -> float:
@@ -240,7 +233,10 @@ def peak_host_memory() -> int:
 
 
 def flops_per_token(model: torch.nn.Module, length: int) -> float:
-    """FLOPs of forward and backward per token: 6 per multiplied weight, and 6 · length · width per causal attention layer."""
+    """FLOPs of forward and backward per token: 6 per weight outside embedding tables, and causal attention of a GPT.
+
+    Attention costs 6 · length · width per layer. The tied head of a GPT counts as a weight.
+    """
     tables = sum(p.numel() for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters())
     weights = sum(p.numel() for p in model.parameters()) - tables
     if isinstance(model, GPT):

@@ -1,4 +1,4 @@
-"""How far a run has come: the integers that, with the config, decide which batch and which learning rate come next."""
+"""How far a run has come: the integers that, with the config, determine the next batch and learning rate."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -7,7 +7,7 @@ from typing import Any, Self
 from gramian.core.errors import GramianError
 
 TRAIL = 200
-"""Number of recent attempts whose data positions are kept."""
+"""Number of recent attempts (tried optimizer steps) whose data positions are kept."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RunProgress:
     skipped: frozenset[int] = frozenset()
     """Data positions (indices in the run's sequence of batches) whose batches are left out after rollbacks."""
     trail: tuple[tuple[int, int], ...] = ()
-    """(step, data position) of the last `TRAIL` attempts."""
+    """(step, data position) of the last `TRAIL` attempts (tried optimizer steps)."""
     repeats_until: int = 0
     """Steps before this one were logged before a rollback and are computed again."""
     best: Mapping[str, Any] | None = None
@@ -85,7 +85,7 @@ class RunProgress:
         """Progress after a rollback to `saved`; attempts, the best loss and a private run's draws are not taken back.
 
         `to_before` is the first suspicious step, `bad` the data positions that are left out from now on. `repeatable` is False
-        in a private run, whose steps come again with other draws.
+        in a private run, which repeats the steps on new draws of data.
         """
         repeats_until = to_before if repeatable else self.repeats_until
         return replace(

@@ -22,7 +22,10 @@ RAW = 'privacy.decisions = "raw": rollbacks, the end of the run and the best che
 
 
 class Record:
-    """The file record.json of one run, written when the run begins, and again when more is known of its privacy."""
+    """Writes record.json of one run: versions, machine, sizes and data, and for a private run whether the reported ε is valid.
+
+    It is written when the run begins, and again when ε is found invalid or when more is known about whose row is which.
+    """
 
     def __init__(self, folder: Path, parts: Parts) -> None:
         self._path, self._parts = folder / "record.json", parts
@@ -48,7 +51,7 @@ class Record:
             if (failed := proof["releases not covered"]) is not None:
                 self.mark_not_valid(f"releases from {failed[0]} up to {failed[1]}: a repeated row proof failed")
         known = (proof, [*self.not_valid])
-        if known == self._written or not (failed or self._parts.world.rank == 0):
+        if known == self._written or not (failed or self._parts.grid.rank == 0):
             return
         record = _facts_of_run(self._parts)
         if privacy is None:
@@ -74,20 +77,21 @@ class Record:
 
 def _facts_of_run(parts: Parts) -> dict[str, Any]:
     """Versions, machine, processes and sizes of a run, as JSON values."""
-    cuda = parts.world.device.type == "cuda"
+    cuda = parts.grid.device.type == "cuda"
     return {
         "format": FORMAT,
         "gramian": VERSION,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(parts.world.device) if cuda else platform.machine(),
-        "processes": parts.world.size,
-        "strategy": parts.world.kind,
+        "device": torch.cuda.get_device_name(parts.grid.device) if cuda else platform.machine(),
+        "processes": parts.grid.size,
+        "strategy": parts.grid.kind,
         "config_hash": parts.config.hash,
         "precision": parts.numbers.kind,
         "parameters": sum(p.numel() for p in parts.model.parameters()),
         "vocabulary": parts.training.vocabulary,
         "windows": {"training": len(parts.training), "validation": len(parts.validation)},
+        "held_out": parts.validation.held_out,
         "host_memory": {
             "snapshots": parts.host.snapshots,
             "bytes_of_one": parts.host.copy,

@@ -27,7 +27,7 @@ SECTIONS = ("privacy", "kfac", "teaching")
 
 @dataclass
 class _PendingCopy:
-    """A copy of the state that becomes a snapshot when the metrics of the step before it and of the next one are sound."""
+    """A copy of the state that becomes a snapshot if the metrics of the step before it and of the next one show no fault."""
 
     copied: Copied
     facts: dict[str, Any]
@@ -51,7 +51,7 @@ class RunSaver:
     ) -> None:
         self._parts, self._options, self._judged = parts, parts.config.checkpoint, judged
         self.snapshots = Snapshots(parts.host.snapshots)
-        self.store = CheckpointStore(folder, self._options.keep, parts.world.rank, parts.world.size, on_event=on_event)
+        self.store = CheckpointStore(folder, self._options.keep, parts.grid.rank, parts.grid.size, on_event=on_event)
         self.due = False
         """Whether a snapshot of the state is due."""
         self.written = 0
@@ -73,10 +73,11 @@ class RunSaver:
             self.due = False
 
     def judge_copy(self, position: int, calm: bool) -> None:
-        """Decide whether the pending copy becomes a snapshot, when the metrics of the step on batch `position` have arrived.
+        """Make the pending copy a snapshot, or drop it, when the metrics of the step on batch `position` have arrived.
 
-        A loss is computed before its update, so the effect of an update shows in the next loss. A copy whose own step or the
-        next is under suspicion (the guard is not calm) is dropped, and another is due.
+        A loss is computed before its update, so the effect of an update shows in the next loss: the copy becomes a snapshot
+        after the metrics of its own step and of the next. If the guard has seen a high loss (not `calm`) in either, the copy is
+        dropped, and another is due.
         """
         pending = self._pending
         if pending is None:
@@ -135,7 +136,7 @@ class RunSaver:
     def lost(self, step: int) -> str:
         """Wait for the writing thread; returns why the checkpoint of `step` failed on some process, or "" if none did."""
         errors = [error for error in self.store.wait() if f"step {step} " in str(error)]
-        if not self._parts.world.most(float(bool(errors))):
+        if not self._parts.grid.most(float(bool(errors))):
             return ""
         return str(errors[0]) if errors else "on another process"
 
@@ -179,9 +180,9 @@ class RunSaver:
     def restore(
         self, saved: Mapping[str, Part], facts: Mapping[str, Any], validated: int | None = None
     ) -> dict[str, Any]:
-        """Restore model, optimizer, loss scaler and the stepper's sections, which are returned; not the run's progress.
+        """Restore model, optimizer, loss scaler and the stepper's sections, not the run's progress; returns the sections.
 
-        For a rollback, evaluations up to step `validated` are not repeated.
+        For a rollback, `validated` is the step up to which evaluations are not repeated; else None.
         """
         parts, stepper = self._parts, self._parts.stepper
         self.snapshots.settle()

@@ -35,7 +35,7 @@ def is_run(path: str | Path) -> bool:
 
 
 def load_run(path: str | Path, field: str = "run folder") -> SavedRun:
-    """Build a run's model with the weights of its best checkpoint, or of its newest where none was evaluated.
+    """Build a run's model with the weights of its best checkpoint, or of its newest if none was evaluated.
 
     Raises `GramianError`, naming the option `field`, if there is no run, or all of its checkpoints are damaged.
 

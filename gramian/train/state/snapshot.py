@@ -66,11 +66,10 @@ class Snapshots:
     """The newest few snapshots (host copies) of a run's state.
 
     One copy costs the state's local bytes in host memory, in a few large pieces, pinned for tensors of a GPU. The host does not
-    wait for it: steady tensors, such as weights, are copied on a side stream during the next forward and backward, and whoever
-    changes them calls `settle` before. That waits for the transfer, or, where the device has room, only for a copy on the
-    device, which takes a hundredth of the time. Memory of released copies is used again: with `keep` snapshots, the newest of
-    which may still be pending, and an older one in the checkpoint writer, `keep` + 1 are allocated
-    (`gramian.plan.host_memory`).
+    wait for it: steady tensors, such as weights, are copied on a side stream during the next forward and backward, and code
+    that changes them calls `settle` before. That waits for the transfer, or, if the device has room, only for a copy on the
+    device, which takes a hundredth of the time. Memory of released copies is used again: at most `keep` snapshots and an older
+    one in the checkpoint writer exist, so `keep` + 1 copies are allocated (`gramian.plan.host_memory`).
 
     Args:
         keep: number of snapshots; one more drops the oldest first.
@@ -116,7 +115,7 @@ class Snapshots:
         Later changes of the state do not reach the copy; `keep_copy` makes a snapshot of it.
 
         Args:
-            step: steps taken; not before the newest snapshot, which one of the same step replaces.
+            step: steps taken. A newest snapshot of the same step is replaced; one of a later step raises a GramianError.
             tensors: the state's tensors; of a DTensor the local shard is copied.
             steady: names of tensors that nothing changes before `settle`, and that stay allocated.
         """

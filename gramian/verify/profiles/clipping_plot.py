@@ -1,4 +1,4 @@
-"""The picture of `gramian profile clipping` as SVG: time, memory and shares of the phases over the sequence length.
+"""The plot of `gramian profile clipping` as SVG: time, memory and shares of a step's phases over the sequence length.
 
 Written by hand, so that it needs no plotting library.
 """
@@ -45,7 +45,7 @@ class Curve(NamedTuple):
 
 
 def draw(profiles: Sequence[ClippingProfile], title: str) -> str:
-    """The picture of at least one profile, in ascending order of sequence length, with a title above it, as SVG text."""
+    """Plot one or more profiles, given in ascending order of sequence length, with a title above; returns SVG text."""
     times = [
         _time_curve("plain step", PLAIN, {p.length: p.plain.total for p in profiles}),
         _time_curve("private step", PRIVATE, {p.length: p.private.total for p in profiles}),
@@ -131,7 +131,7 @@ def _guides(start: Point, last: float, high: float, x: Scale, y: Scale) -> Itera
 
 
 def _bars(left: float, right: float, profiles: Sequence[ClippingProfile]) -> Iterator[str]:
-    """SVG elements of one bar per sequence length, divided by the shares of the phases."""
+    """SVG elements of one bar per sequence length, divided by each phase's share of the private step's time."""
     yield _text(left, 52, "share of the private step", weight="bold")
     named = [phase for phase in PHASES if any(p.phases[phase].median > 0 for p in profiles)]
     for number, phase in enumerate(named):

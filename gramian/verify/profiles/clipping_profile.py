@@ -69,7 +69,7 @@ class ClippingProfile:
     watched: float
     """Overhead of the stopwatch: time of a private step with it on over one with it off."""
     ways: dict[str, int]
-    """{way in which the clipping plan handles a parameter (norm algorithm and storage): number of parameters}."""
+    """{norm algorithm and storage that the clipping plan selects for a parameter: number of parameters}."""
     held: int
     """Bytes that the clipping plan stores between the norms and the clipped sums."""
     budget: int | None
@@ -97,7 +97,7 @@ def profile_clipping(
     model: ProfiledModel,
     length: int,
     batch_size: int,
-    where: ProcessGrid,
+    grid: ProcessGrid,
     *,
     mode: str = "auto",
     algorithm: str = "auto",
@@ -110,7 +110,7 @@ def profile_clipping(
     differ between processes. `mode` and `algorithm` are `clipping=` and `norm_algorithm=` of `make_private`; `iterations`
     counts the timed steps of each kind after `WARM_UP` untimed ones, and `on_progress` is called after each step.
     """
-    bench = _Bench(model, length, batch_size, where, on_progress)
+    bench = _Bench(model, length, batch_size, grid, on_progress)
     before = bench.series(bench.plain_step, -(-iterations // 2))
     engine = PrivacyEngine()
     with warnings.catch_warnings():
@@ -174,15 +174,15 @@ class _Bench:
     """A model to measure, with its optimizer and a fixed batch."""
 
     def __init__(
-        self, model: ProfiledModel, length: int, batch_size: int, where: ProcessGrid, on_progress: Callable[[], None]
+        self, model: ProfiledModel, length: int, batch_size: int, grid: ProcessGrid, on_progress: Callable[[], None]
     ) -> None:
-        self.where, self.device, self._on_progress = where, where.device, on_progress
-        self.model = model.place(where)
+        self.where, self.device, self._on_progress = grid, grid.device, on_progress
+        self.model = model.place(grid)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
-        self.tokens = model.batch(batch_size, length, where)
+        self.tokens = model.batch(batch_size, length, grid)
 
     def loader(self) -> DataLoader[Any]:
-        """A data loader with so many records that a batch is a sample rate of 1 %."""
+        """A data loader of 100 batches over all processes, so that the sample rate is 1 %."""
         batch_size = self.tokens.shape[1]
         return DataLoader(TensorDataset(torch.zeros(100 * batch_size * self.where.size)), batch_size=batch_size)
 

@@ -27,7 +27,7 @@ class PowerLaw:
 
     @property
     def growth(self) -> str:
-        """The exponent as text, such as "O(T)", as far as its interval allows."""
+        """Growth of the cost with length T, as text: "O(T)", "O(T²)" or what else the interval of the exponent allows."""
         if self.low is None or self.high is None:
             return f"about T^{self.exponent:.2f}; an interval needs three lengths"
         low, high = self.low - ROUNDING, self.high + ROUNDING

@@ -6,7 +6,7 @@ reduce       the part of the capture spent in collectives that join the sums of 
 decompose    what the first natural gradient takes more than a second one
 apply        the second natural gradient
 offload      what a capture takes more if its factors are stored on the CPU
-fetch        what a natural gradient takes more then; copies that overlap with other work do not show
+fetch        what a natural gradient takes more in that case; copies that overlap with other work do not show
 """
 
 import statistics
@@ -35,7 +35,7 @@ class KFACMemory:
     before: int | None
     after: int | None
     peak: int | None
-    """Most bytes during the stage; on a CPU the most since the process began."""
+    """Maximum bytes during the stage; on a CPU the maximum since the process began."""
     reserved: int | None
     """Bytes reserved by the CUDA allocator after the stage."""
 
@@ -98,7 +98,7 @@ def profile_kfac(
     model: ProfiledModel,
     length: int,
     batch_size: int,
-    where: ProcessGrid,
+    grid: ProcessGrid,
     reduce: str = "gram",
     offload: bool = False,
     rounds: int = ROUNDS,
@@ -113,14 +113,14 @@ def profile_kfac(
         model: the language model to measure.
         length: tokens per sequence.
         batch_size: sequences of each process, which has a batch of its own.
-        where: this process among all.
+        grid: the process grid; all processes call together.
         reduce: how processes join their factors, the option `kfac_distributed_reduce`.
         offload: also measure captures that store their factors on the CPU.
         rounds: number of measured rounds, after `WARM_UP` unmeasured ones.
         on_progress: called after each round.
     """
-    device, module = where.device, model.place(where)
-    x_BT, y_BT = model.batch(batch_size, length, where)
+    device, module = grid.device, model.place(grid)
+    x_BT, y_BT = model.batch(batch_size, length, grid)
     options: dict[str, Any] = {"update_freq": 1, "ema_decay": 0.0, "kfac_distributed_reduce": reduce}
     here = KFACNaturalGradient(**options)
     away = KFACNaturalGradient(**options, woodbury_store_device="cpu")
@@ -169,7 +169,7 @@ def profile_kfac(
         used_bytes=record["bytes"],
         representations=dict(Counter(sides).most_common()),
         stages=tuple(_stages(counted)),
-        collectives=tuple(_collectives(counted)) if where.size > 1 else (),
+        collectives=tuple(_collectives(counted)) if grid.size > 1 else (),
         offloaded_bytes=_moved_bytes(away, device) if offload else None,
     )
 
@@ -214,7 +214,7 @@ class _Meter:
 
     device: torch.device
     highest: int = 0
-    """Most memory of the process seen so far; the kernel's own record follows with some delay."""
+    """Maximum bytes of the process measured so far; the kernel's own record follows with some delay."""
 
     def __call__(self, action: Callable[[], None]) -> _Measured:
         """Run `action` and measure the seconds until the device is done, memory before and after, and collectives."""

@@ -25,7 +25,7 @@ class TimingSpread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "TimingSpread":
-        """Median and quartiles of measured seconds, of which there is at least one."""
+        """Median and quartiles of one or more measured seconds."""
         if len(values) < 2:
             return cls(values[0], values[0], values[0])
         low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -49,13 +49,13 @@ class StepMemory:
     allocated: int | None
     """Bytes allocated when a step begins; on a CPU bytes of the process in memory."""
     above: int | None
-    """Most bytes that a step needs above `allocated`."""
+    """Maximum bytes that a step needs in addition to `allocated`."""
     reserved: int | None
     """Bytes reserved by the CUDA allocator."""
 
     @property
     def peak(self) -> int | None:
-        """Most bytes at any time in a step: `allocated` + `above`."""
+        """Maximum bytes at any time in a step, `allocated` + `above`; None if either is unknown."""
         return None if self.allocated is None or self.above is None else self.allocated + self.above
 
 
@@ -66,7 +66,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Context: bfloat16 autocast on a GPU; nothing on a CPU."""
+    """Context manager: bfloat16 autocast on a GPU; nothing on a CPU."""
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
@@ -107,7 +107,7 @@ def resident_bytes() -> int | None:
 
 
 def peak_resident_bytes() -> int | None:
-    """Most bytes of this process in physical memory since it began; None if the system does not report them."""
+    """Maximum bytes of this process in physical memory since it began; None if the system does not report them."""
     try:
         import resource
     except ImportError:
@@ -117,7 +117,10 @@ def peak_resident_bytes() -> int | None:
 
 
 def highest_on_cpu(step: Callable[[], Any]) -> int | None:
-    """Run a step; returns the most bytes that torch's CPU allocator had above those before it, from torch's memory profiler."""
+    """Run a step; returns the maximum bytes that torch's CPU allocator had in addition to those before it.
+
+    Measured by torch's memory profiler; None if it recorded nothing.
+    """
     with _no_stderr(), torch.autograd.profiler.profile(profile_memory=True) as recorded:
         step()
     found = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
@@ -130,7 +133,7 @@ def highest_on_cpu(step: Callable[[], Any]) -> int | None:
 
 @contextmanager
 def _no_stderr() -> Iterator[None]:
-    """Context: discard standard error, to which torch's memory profiler writes lines that no setting turns off."""
+    """Context manager: discard standard error, to which torch's memory profiler writes lines that no setting turns off."""
     sys.stderr.flush()
     saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

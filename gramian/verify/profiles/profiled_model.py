@@ -33,14 +33,14 @@ class ProfiledModel:
     facts: dict[str, Any]
     """Kind and size of the model, for a JSON file."""
 
-    def place(self, where: ProcessGrid) -> nn.Module:
+    def place(self, grid: ProcessGrid) -> nn.Module:
         """Build the model on this process's device, wrapped by DDP or FSDP2 if there are several processes."""
-        return spread(self.build().to(where.device), where)
+        return spread(self.build().to(grid.device), grid)
 
-    def batch(self, batch_size: int, length: int, where: ProcessGrid) -> Tensor:
+    def batch(self, batch_size: int, length: int, grid: ProcessGrid) -> Tensor:
         """Draw tokens and targets [2, batch_size, length], different ones on every process."""
-        generator = torch.Generator().manual_seed(where.rank)
-        return torch.randint(self.vocabulary, (2, batch_size, length), generator=generator).to(where.device)
+        generator = torch.Generator().manual_seed(grid.rank)
+        return torch.randint(self.vocabulary, (2, batch_size, length), generator=generator).to(grid.device)
 
 
 def next_token_loss(model: nn.Module, x_BT: Tensor, y_BT: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def next_token_loss(model: nn.Module, x_BT: Tensor, y_BT: Tensor) -> Tensor:
 
 
 def reference_gpt(layers: int, width: int, vocabulary: int, context: int) -> ProfiledModel:
-    """The reference GPT of a given size; heads are 64 wide if the width allows, else there are 4."""
+    """The reference GPT of a given size; it has width/64 heads, at least 4, if 64 divides the width, else 4 heads."""
     heads = max(4, width // 64) if width % 64 == 0 else 4
     config = GPTConfig(vocabulary=vocabulary, context=context, layers=layers, width=width, heads=heads)
     title = f"GPT: {layers} layer{'s' * (layers != 1)}, width {width}, vocabulary {vocabulary}"

@@ -1,4 +1,4 @@
-"""Measure what each setting is worth that makes a training step faster or leaner: compilation, recomputation, attention, AdamW.
+"""Measure the effect of each setting on time and memory of a training step: compilation, recomputation, attention, AdamW.
 
 Variants of a setting take turns on one model and one batch, and a ratio is the median of the ratios within a turn, so that
 drift of the machine cancels.
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gramian.core.errors import GramianError
-from gramian.models.gpt import GPT
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.build.build_model import set_recomputation
 from gramian.train.build.build_optimizer import build_optimizer
@@ -35,7 +34,7 @@ from gramian.verify.profiles.measurements import (
 
 WARM_UP = 3
 BLOCK = {"cuda": 4, "cpu": 1}
-"""{device: steps that are timed together where variants take turns}; on a GPU the host runs ahead, as it does in training."""
+"""{device: number of steps that are timed together in a variant's turn}; on a GPU the host runs ahead, as in training."""
 RATE = 1e-5
 """Learning rate of all measured steps; it only has to keep the weights finite."""
 Implementation = Literal["fused", "foreach", "loop"]
@@ -51,7 +50,7 @@ class Variant:
     ratio: float
     """Median ratio of this variant's seconds to those of the first variant."""
     memory: int | None
-    """Most bytes that the timed work needs above those allocated before it; None: unknown."""
+    """Maximum bytes that the timed work needs in addition to those allocated before it; None: unknown."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +78,12 @@ class _Way:
 
 
 def knob_turns(iterations: int, compiled: bool) -> int:
-    """Number of calls of `on_progress` that `profile_knobs` makes."""
+    """Number of calls of `on_progress` that `profile_knobs` makes with the same `iterations` and `compiled`."""
     return (2 + 2 + 2 * len(IMPLEMENTATIONS) + 2 * compiled) * (WARM_UP + iterations)
 
 
 def profile_knobs(
-    config: Config, where: ProcessGrid, iterations: int, compiled: bool, on_progress: Callable[[str], None]
+    config: Config, grid: ProcessGrid, iterations: int, compiled: bool, on_progress: Callable[[str], None]
 ) -> Iterator[Knob]:
     """Measure every setting (compilation, recomputation, attention, AdamW) of a config, without [kfac]. Collective.
 
@@ -92,22 +91,22 @@ def profile_knobs(
     """
     asked = config.compile.mode
     config = replace(config, kfac=None, compile=replace(config.compile, mode="off"))
-    parts = build(config, where)
+    parts = build(config, grid)
     assert isinstance(parts.stepper, PlainStepper)
     try:
         batch: Any = next(iter(parts.batches_from(0, ())))
     finally:
         parts.close()
     take = partial(parts.stepper.take, batch, RATE)
-    measure = partial(_measured, where=where, iterations=iterations, on_progress=on_progress)
+    measure = partial(_measured, grid=grid, iterations=iterations, on_progress=on_progress)
     if compiled:
         mode = "default" if asked == "off" else asked
         yield measure("compilation", "compile.mode", "step", lambda: _compiled_ways(parts.model, mode, take))
         parts.model._compiled_call_impl = None
     blocks = config.parallel.checkpoint_blocks
-    ways = [_Way(str(size), take, partial(_recompute, parts.model, size)) for size in (0, blocks or 1)]
+    ways = [_Way(str(size), take, partial(set_recomputation, parts.model, size)) for size in (0, blocks or 1)]
     yield measure("activation checkpointing", "parallel.checkpoint_blocks", "step", lambda: ways)
-    _recompute(parts.model, blocks)
+    set_recomputation(parts.model, blocks)
     yield measure("attention", "", "step", lambda: _attention_ways(take))
     steppers = {name: _with_adamw(parts, name) for name in IMPLEMENTATIONS}
     ways_of_adamw = [_Way(name, partial(stepper.take, batch, RATE)) for name, stepper in steppers.items()]
@@ -163,20 +162,12 @@ def written_out_attention(
     return weights.to(value.dtype) @ value
 
 
-def _recompute(model: nn.Module, blocks: int) -> None:
-    """Recompute activations in segments of `blocks` blocks; 0 turns it off, also for a Hugging Face model."""
-    if blocks or isinstance(model, GPT):
-        set_recomputation(model, blocks)
-    else:
-        model.gradient_checkpointing_disable()  # type: ignore[operator]
-
-
 def _with_adamw(parts: Parts, implementation: Implementation) -> PlainStepper:
     """Make a stepper for the same model with an AdamW of the given implementation ("fused", "foreach" or "loop")."""
-    config, world = parts.config, parts.world
+    config, grid = parts.config, parts.grid
     options = replace(config.optimizer, kind="adamw", implementation=implementation)
-    optimizer = build_optimizer(parts.module, options, world.device)
-    return PlainStepper(parts.module, optimizer, parts.numbers, world, max_norm=options.max_norm, seed=config.run.seed)
+    optimizer = build_optimizer(parts.module, options, grid.device)
+    return PlainStepper(parts.module, optimizer, parts.numbers, grid, max_norm=options.max_norm, seed=config.run.seed)
 
 
 def _measured(
@@ -184,38 +175,38 @@ def _measured(
     key: str,
     what: str,
     make: Callable[[], Sequence[_Way]],
-    where: ProcessGrid,
+    grid: ProcessGrid,
     iterations: int,
     on_progress: Callable[[str], None],
 ) -> Knob:
     """Measure one setting. If that fails, a single process continues with the next setting; several stop together."""
     try:
-        return Knob(name, key, what, _taken_turns(make(), where, iterations, partial(on_progress, name)))
+        return Knob(name, key, what, _taken_turns(make(), grid, iterations, partial(on_progress, name)))
     except (RuntimeError, MemoryError) as problem:  # out of memory is a RuntimeError in torch
-        if where.size > 1 or isinstance(problem, GramianError):
+        if grid.size > 1 or isinstance(problem, GramianError):
             raise
         return Knob(name, key, what, (), first_line(problem))
 
 
 def _taken_turns(
-    ways: Sequence[_Way], where: ProcessGrid, iterations: int, advance: Callable[[], None]
+    ways: Sequence[_Way], grid: ProcessGrid, iterations: int, advance: Callable[[], None]
 ) -> tuple[Variant, ...]:
-    block, memory = BLOCK[where.device.type], {}
+    block, memory = BLOCK[grid.device.type], {}
     for way in ways:
         way.enter()
         for _ in range(WARM_UP):
             way.step()
             advance()
-        memory[way.name] = memory_of(way.step, where).above
+        memory[way.name] = memory_of(way.step, grid).above
     times: dict[str, list[float]] = {way.name: [] for way in ways}
     for turn in range(iterations):
         for way in ways if turn % 2 == 0 else ways[::-1]:
             way.enter()
-            settle(where)
+            settle(grid)
             began = time.perf_counter()
             for _ in range(block):
                 way.step()
-            synchronize(where.device)
+            synchronize(grid.device)
             times[way.name].append((time.perf_counter() - began) / block)
             advance()
     base = times[ways[0].name]
@@ -230,16 +221,16 @@ def _taken_turns(
     )
 
 
-def settle(where: ProcessGrid) -> None:
+def settle(grid: ProcessGrid) -> None:
     """Wait until all processes and their devices are done, so that the next measurement begins at the same time on all."""
-    synchronize(where.device)
-    where.wait()
+    synchronize(grid.device)
+    grid.wait()
 
 
-def memory_of(step: Callable[[], Any], where: ProcessGrid) -> StepMemory:
+def memory_of(step: Callable[[], Any], grid: ProcessGrid) -> StepMemory:
     """Take one more step and measure its memory."""
-    if where.device.type != "cuda":
+    if grid.device.type != "cuda":
         return StepMemory(None, highest_on_cpu(step), None)
-    after = start_memory(where.device, step)
+    after = start_memory(grid.device, step)
     step()
     return after()

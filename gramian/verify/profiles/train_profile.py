@@ -8,7 +8,7 @@ Phases are those of the run's own stepper on the run's own batches, one step at 
     communication   what forward and backward take more than without any: gradients under DDP, weights too under FSDP2
     optimizer       gradient norm, clipping and the step; with K-FAC the natural gradient
 
-`train_knobs` measures what each setting that makes the step faster or leaner is worth.
+`train_knobs` measures the effect of each setting on the step's time and memory.
 """
 
 import gc
@@ -74,32 +74,32 @@ def default_config(device: str) -> Config:
 
 
 def turns(iterations: int, compiled: bool) -> int:
-    """Number of calls of `on_progress` that `profile_train` makes."""
+    """Number of calls of `on_progress` that `profile_train` makes with the same `iterations` and `compiled`."""
     return WARM_UP + iterations + knob_turns(iterations, compiled)
 
 
 def profile_train(
     config: Config,
-    where: ProcessGrid,
+    grid: ProcessGrid,
     *,
     iterations: int = LEAST_ITERATIONS,
     compiled: bool = False,
     on_progress: Callable[[str], None] = lambda name: None,
 ) -> TrainProfile:
-    """Measure the training step of a config, then the worth of its settings (knobs). Collective; nothing is written.
+    """Measure the training step of a config, then the effect of its settings (knobs). Collective; nothing is written.
 
-    Knobs are measured without [kfac], and all but compile.mode without compilation; `compiled` adds that one, the config's mode
-    or "default". `iterations` counts the timed steps of each kind after `WARM_UP` untimed ones; `on_progress` is called after
-    each step with the name of what was measured.
+    Knobs are measured without [kfac], and all but compile.mode without compilation; `compiled` adds compile.mode itself, with
+    the config's mode or "default". `iterations` counts the timed steps of each kind after `WARM_UP` untimed ones; `on_progress`
+    is called after each step with the name of what was measured.
 
     Raises:
         GramianError: if the config is private, or does not fit the data, the model or the machine.
     """
     if config.privacy is not None:
         raise GramianError("privacy: is measured by gramian profile clipping; expected a config without [privacy]")
-    found = _phases(config, where, iterations, partial(on_progress, "step"))
+    found = _phases(config, grid, iterations, partial(on_progress, "step"))
     gc.collect()
-    return replace(found, knobs=tuple(profile_knobs(config, where, iterations, compiled, on_progress)))
+    return replace(found, knobs=tuple(profile_knobs(config, grid, iterations, compiled, on_progress)))
 
 
 class _Watched(PlainStepper):
@@ -111,12 +111,12 @@ class _Watched(PlainStepper):
             parts.module,
             parts.optimizer,
             parts.numbers,
-            parts.world,
+            parts.grid,
             max_norm=config.optimizer.max_norm,
             seed=config.run.seed,
             kfac=parts.stepper.kfac,
         )
-        self.clock, self._cuda, self._began = Stopwatch(on=True), parts.world.device.type == "cuda", None
+        self.clock, self._cuda, self._began = Stopwatch(on=True), parts.grid.device.type == "cuda", None
         parts.module.register_forward_pre_hook(self._forward_begins, prepend=True)
         parts.module.register_forward_hook(self._forward_ends)
 
@@ -148,9 +148,9 @@ class _Watched(PlainStepper):
             return super()._step()
 
 
-def _phases(config: Config, where: ProcessGrid, iterations: int, advance: Callable[[], None]) -> TrainProfile:
+def _phases(config: Config, grid: ProcessGrid, iterations: int, advance: Callable[[], None]) -> TrainProfile:
     """Measure time and phases of the training step and its memory; the settings (knobs) are left empty."""
-    parts = build(config, where)
+    parts = build(config, grid)
     try:
         stepper = _Watched(parts)
         batches: Iterator[Any] = parts.batches_from(0, ())
@@ -159,20 +159,20 @@ def _phases(config: Config, where: ProcessGrid, iterations: int, advance: Callab
         memory = StepMemory(None, None, None)
         for turn in range(WARM_UP + iterations):
             if turn == WARM_UP:
-                memory = memory_of(partial(stepper.take, batch, RATE), where)
+                memory = memory_of(partial(stepper.take, batch, RATE), grid)
             stepper.seconds()
-            settle(where)
+            settle(grid)
             began = time.perf_counter()
             batch = next(batches)
             waited = time.perf_counter() - began
             stepper.take(batch, RATE)
-            synchronize(where.device)
+            synchronize(grid.device)
             if turn >= WARM_UP:
                 totals.append(time.perf_counter() - began)
                 phases.append({"data wait": waited, "communication": 0.0, **stepper.seconds()})
             advance()
-        if where.size > 1:
-            alone = [_apart(stepper, batch, where) for _ in range(WARM_UP + iterations)][WARM_UP:]
+        if grid.size > 1:
+            alone = [_apart(stepper, batch, grid) for _ in range(WARM_UP + iterations)][WARM_UP:]
             phases = [{**step, **apart} for step, apart in zip(phases, alone, strict=True)]
         return TrainProfile(
             tokens=batch.tokens,
@@ -186,17 +186,17 @@ def _phases(config: Config, where: ProcessGrid, iterations: int, advance: Callab
         parts.close()
 
 
-def _apart(stepper: _Watched, batch: StepBatch, where: ProcessGrid) -> dict[str, float]:
+def _apart(stepper: _Watched, batch: StepBatch, grid: ProcessGrid) -> dict[str, float]:
     """Seconds of forward and backward without communication, and how much longer they take with it."""
     stepper.seconds()
-    settle(where)
+    settle(grid)
     stepper.watch(batch)
-    synchronize(where.device)
+    synchronize(grid.device)
     together = stepper.seconds()
     with _without_communication(stepper.module):
-        settle(where)
+        settle(grid)
         stepper.watch(batch)
-        synchronize(where.device)
+        synchronize(grid.device)
     alone = stepper.seconds()
     passes = ("forward", "backward")
     more = sum(together[name] - alone[name] for name in passes)
@@ -205,7 +205,10 @@ def _apart(stepper: _Watched, batch: StepBatch, where: ProcessGrid) -> dict[str,
 
 @contextmanager
 def _without_communication(module: nn.Module) -> Iterator[None]:
-    """Context: forward and backward of this process alone; FSDP2 gathers all weights before. Gradients are cleared after."""
+    """Context manager: forward and backward run without collectives; all gradients are cleared afterwards.
+
+    FSDP2 gathers all weights before.
+    """
     if isinstance(module, DistributedDataParallel):
         with module.no_sync():
             yield

@@ -40,6 +40,19 @@ NAMED: dict[str, Named] = {
     "gradients that vanish but for rounding, beside large ones, of a mean over tokens": Named(
         Program(476445529), "exact", EITHER
     ),
+    "two samples in order sorted, encoded and unsorted, mixed at random with each other": Named(
+        Program(26064701), "refused", "refused"
+    ),
+    "gradients that vanish but for rounding, before a layer norm and a mean over tokens": Named(
+        Program(720899113), "exact", EITHER
+    ),
+    "gradients that vanish but for rounding, before a layer norm of small numbers in float32": Named(
+        Program(486906750), "exact", EITHER
+    ),
+    "a load-balancing loss beside rows that are not equal bit for bit": Named(Program(267396695), "refused", "refused"),
+    "a mask [T, T] with T = B, and two returned losses of which one does not see it": Named(
+        Program(748109979), "exact", EITHER
+    ),
     "samples permuted, encoded and put back": _named("permuted_and_back(linear)", "linear", "rows", norms="refused"),
     "two samples swapped for one layer": _named("swapped_pair(linear)", "linear", "rows", norms="refused", samples=32),
     "samples flipped for one layer": _named("flipped_and_back(linear)", "linear", "rows", norms="refused", samples=2),

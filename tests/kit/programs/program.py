@@ -131,12 +131,12 @@ class Program:
         wanted = dtype or self.draft.dtype
         return pytree.tree_map(lambda t: t.to(wanted) if t.is_floating_point() else t, chosen)
 
-    def forward(self, root: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, root: nn.Module, batch: Batch, state: int = 0) -> tuple[Tensor, Tensor]:
         """The terms of the loss behind the row outputs [B], and the sum of the scalars that the root returns.
 
-        Every forward begins with the same random state.
+        Every forward begins with the same random state, the number `state` of the program's.
         """
-        torch.default_generator.manual_seed(self.seed)
+        torch.default_generator.manual_seed(self.seed + state)
         leaves = pytree.tree_leaves(root(batch.x, **batch.inputs))
         scalars = [leaf for leaf in leaves if not leaf.dim()]
         outputs = [leaf for leaf in leaves if leaf.dim()]

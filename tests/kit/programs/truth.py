@@ -9,6 +9,7 @@ With loss :math:`c \sum_i \ell_i` (c = 1/B or 1), sample i contributes :math:`c\
 
 Where the forward draws random numbers a sample alone draws other ones: then the terms inside the batch are the reference,
 the same random state is used in 3, and 2 is measured without dropout, for samples that are padded as a loader pads them alone.
+3 is measured at several random states: a random permutation of two samples is the identity every other time.
 """
 
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ TOLERANCE = 1e-9
 """Relative to the largest entry of the gradients that are compared or summed."""
 REPLACED = 4
 """Samples for which measurement 3 is made where 1 and 2 look at all of them."""
+
+STATES = 8
+"""Random states at which measurement 3 is made where a program is random."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,10 @@ def truth(program: Program, collate: bool = False) -> Truth:
     samples, root = range(program.samples), program.root(torch.float64)
     parameters = [p for p in root.parameters() if p.requires_grad]
 
-    def forward(records: list[int], collate: bool = collate and not program.is_random) -> tuple[Tensor, Tensor]:
-        return program.forward(root, program.batch(records, torch.float64, collate))
+    def forward(
+        records: list[int], collate: bool = collate and not program.is_random, state: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        return program.forward(root, program.batch(records, torch.float64, collate), state)
 
     def gradient(value: Tensor) -> Tensor:
         if not value.requires_grad:
@@ -77,6 +83,9 @@ def truth(program: Program, collate: bool = False) -> Truth:
         others = [program.samples + j for j in samples]
         others[i] = i
         agree = agree and _close(gradient(forward(others)[0][i]), inside_BP[i])
+        for state in range(1, STATES) if program.is_random else ():
+            there, here = forward(others, state=state)[0][i], forward([*samples], state=state)[0][i]
+            agree = agree and _close(gradient(there), gradient(here))
     return Truth(g_BP, agree)
 
 

@@ -12,15 +12,15 @@ from gramian.train.loop.public_curvature import PublicCurvature
 
 
 def curvature_coverage(run: ExaminedRun) -> list[Check]:
-    """Estimate curvature in one backward pass, on public data if the run is private, and list parameters without it."""
-    config, numbers, world, module = run.config, run.numbers, run.world, Objective(run.model())
+    """Estimate curvature in one backward pass (on public data if the run is private); fails if a parameter gets none."""
+    config, numbers, grid, module = run.config, run.numbers, run.grid, Objective(run.model())
     kfac = build_kfac(config)
     if config.privacy is not None:
         public = copy.deepcopy(module)  # referenced until the coverage is read: K-FAC has a weak reference to it
-        PublicCurvature(module, public, kfac, config, numbers, world).refresh(0)
+        PublicCurvature(module, public, kfac, config, numbers, grid).refresh(0)
     else:
-        optimizer = build_optimizer(module, config.optimizer, world.device)
-        stepper = PlainStepper(module, optimizer, numbers, world, max_norm=0.0, seed=config.run.seed, kfac=kfac)
+        optimizer = build_optimizer(module, config.optimizer, grid.device)
+        stepper = PlainStepper(module, optimizer, numbers, grid, max_norm=0.0, seed=config.run.seed, kfac=kfac)
         stepper.watch(run.batch())
     missing = [name.removeprefix("model.") for name, cover in kfac.coverage.items() if cover.status == "unused"]
     hint = f"they get plain gradients: {named(missing)}" if missing else ""

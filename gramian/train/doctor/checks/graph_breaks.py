@@ -82,7 +82,7 @@ def find_breaks(
 
 @contextmanager
 def _fresh_compiler() -> Iterator[None]:
-    """Context manager that resets torch's compiler before and after, and keeps it from logging the breaks."""
+    """Context manager that resets torch's compiler before and after the body, and suppresses its log lines on breaks."""
     import torch._dynamo
 
     logger = logging.getLogger("torch._dynamo")
@@ -97,7 +97,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 def _one_line(reason: str) -> str:
-    """Return the first line of the compiler's reason, and its explanation."""
+    """Return the first line of the compiler's reason and its explanation in one line of at most 200 characters."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     explained = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
     line = f"{lines[0]} ({explained})" if explained else (lines or ["unknown"])[0]

@@ -12,11 +12,11 @@ from gramian.train.doctor.examined_run import ExaminedRun
 
 
 def host_copies(run: ExaminedRun) -> list[Check]:
-    """Check whether the snapshots of the training state fit into this host's memory, for a run of one process."""
+    """Check whether the snapshots (copies of the training state) of a run of one process fit into this host's memory."""
     kfac = None if run.config.kfac is None else build_kfac(run.config)
-    world = ProcessGrid(0, 1, torch.device(run.numbers.device))
+    grid = ProcessGrid(0, 1, torch.device(run.numbers.device))
     try:
-        plan = plan_snapshots(run.config, world, run.numbers, run.trial_model, kfac)
+        plan = plan_snapshots(run.config, grid, run.numbers, run.trial_model, kfac)
     except GramianError as problem:
         return [Check("host memory", "too much", "-", False, str(problem))]
     hint = str(plan) if plan.snapshots < plan.wish else ""

@@ -13,7 +13,7 @@ RATES = {"adamw": (1e-3, 3e-3, 3e-4), "sgd": (0.1, 0.2)}
 """Learning rates to try after the config's own, which may be for fine-tuning or for large batches. Widths of 64 to 512 overfit
 at 1e-3, narrower ones at 3e-3, wider ones at 3e-4; those of SGD are for momentum 0.9."""
 EARLY, FALLEN = 1 / 3, 0.4
-"""After the fraction `EARLY` of the steps, a rate is given up unless the loss is below the fraction `FALLEN` of the first;
+"""After the fraction `EARLY` of the steps, a learning rate is given up unless the loss is at most `FALLEN` times the first;
 measured on widths of 32 to 128 with AdamW and SGD."""
 MAX_NORM = 1.0
 """Gradient norm to clip at if the config clips none: a constant rate without warm-up needs clipping."""
@@ -39,8 +39,8 @@ def overfit(run: ExaminedRun) -> list[Check]:
     """Train new models on the same few windows at a constant rate, until the loss is below 0.1 nat.
 
     Uses the config's optimizer, natural gradients and clipping, without dropout, weight decay, warm-up and [privacy], which
-    work against overfitting. The config's rate comes first; where it is too slow, those in `RATES` follow; where all are, the
-    best of them gets all its steps. Cost: `doctor.overfit_steps` steps, rarely more.
+    work against overfitting. The config's learning rate is tried first; if the loss falls too slowly, those in `RATES` follow;
+    if it does at all of them, the best is tried again with all steps. Cost: `doctor.overfit_steps` steps, rarely more.
     """
     steps, own = run.config.doctor.overfit_steps, run.config.optimizer.lr
     tries: list[_Try] = []

@@ -1,4 +1,4 @@
-"""With [privacy], layer rows and loss of a window must depend on that window only: its gradient is clipped separately."""
+"""With [privacy], each row of a layer's tensors and each window's loss must depend on one window, whose gradient is clipped."""
 
 import dataclasses
 
@@ -24,8 +24,8 @@ def private_windows(run: ExaminedRun) -> list[Check]:
     data = dataclasses.replace(run.config.data, workers=0)
     config = dataclasses.replace(run.config, privacy=options, data=data, kfac=None)
     module = Objective(run.model())
-    optimizer = build_optimizer(module, config.optimizer, run.world.device)
-    stepper = PrivateStepper(module, optimizer, run.numbers, run.world, config, run.windows)
+    optimizer = build_optimizer(module, config.optimizer, run.grid.device)
+    stepper = PrivateStepper(module, optimizer, run.numbers, run.grid, config, run.windows)
     return [_row_proof(run, stepper), _independence(run, stepper)]
 
 

@@ -37,8 +37,8 @@ def step_time(run: ExaminedRun) -> list[Check]:
 
 
 def _now(run: ExaminedRun) -> float:
-    if run.world.device.type == "cuda":
-        torch.cuda.synchronize(run.world.device)
+    if run.grid.device.type == "cuda":
+        torch.cuda.synchronize(run.grid.device)
     return time.perf_counter()
 
 

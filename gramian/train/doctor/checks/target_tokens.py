@@ -6,7 +6,7 @@ from gramian.train.loop.objective import IGNORED
 
 
 def target_tokens(run: ExaminedRun) -> list[Check]:
-    """Check on the first batch that every target is the next token, and that as many targets are counted as divided by."""
+    """Check on the first batch that every target is the next token, and that the loss is divided by the number of targets."""
     batch = run.batches[0]
     wrong = seen = counted = 0
     for micro in batch.micro:

@@ -25,7 +25,7 @@ def cache_rows(run: ExaminedRun, cache: Cache) -> Check:
     assert config.teacher is not None
     if not config.teacher.path:
         return Check("cache = teacher", "not compared", "-", True, "set teacher.path to compare some rows")
-    live = build_teacher.live_teacher(config, run.world, run.numbers, run.windows)
+    live = build_teacher.live_teacher(config, run.grid, run.numbers, run.windows)
     found = check_rows(cache, live, run.windows, seed=config.run.seed)
     measured = ", ".join(f"{name} {value:.2g}" for name, value in found.worst.items())
     bound = ", ".join(f"{name} {2 * found.stated.get(name, 0.0) + 1e-3:.2g}" for name in found.worst)

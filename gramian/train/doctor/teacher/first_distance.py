@@ -56,7 +56,7 @@ def first_distance(run: ExaminedRun, objective: DistillObjective, teaching: Teac
     assert options is not None
     found = _first_loss(run, objective, teaching)
     at, metrics = found.temperature, {name: float(value) for name, value in metrics_of(found.sums).items()}
-    if not (options.direction == "forward" and options.source in ("live", "hidden") and options.kd_weight):
+    if not (options.direction == "forward" and options.kd_weight and not math.isnan(found.entropy)):
         value = at**2 * metrics["kl"]
         return Check("first distance", f"T² D = {value:.4g}", "-", math.isfinite(found.loss), value=value)
     measured = (found.loss - options.ce_weight * metrics["ce"]) / options.kd_weight
@@ -74,7 +74,7 @@ def first_distance(run: ExaminedRun, objective: DistillObjective, teaching: Teac
 def _first_loss(run: ExaminedRun, objective: DistillObjective, teaching: Teaching) -> _FirstLoss:
     batch = run.batch(ROWS)
     common = min(teaching.source.vocabulary, linear_of(objective.model).weight.shape[0])
-    sums = torch.zeros(len(SUMS), dtype=torch.float64, device=run.world.device)
+    sums = torch.zeros(len(SUMS), dtype=torch.float64, device=run.grid.device)
     at = float(teaching.temperature.begin(0).detach())
     total, variances, entropies = 0.0, [], []
     with evaluation_mode(objective), run.numbers.autocast():

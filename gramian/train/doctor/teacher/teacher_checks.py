@@ -17,7 +17,7 @@ def teacher(run: ExaminedRun) -> list[Check]:
     """
     config = run.config
     assert config.teacher is not None
-    source = build_teacher.build_source(config, run.world, run.numbers, run.windows)
+    source = build_teacher.build_source(config, run.grid, run.numbers, run.windows)
     if isinstance(source, LiveTeacher):
         checks = [frozen_teacher(source)]
     elif not (files := cache_files(source)).ok:
@@ -25,7 +25,7 @@ def teacher(run: ExaminedRun) -> list[Check]:
     else:
         checks = [files, cache_rows(run, source)]
     objective = build_teacher.build_objective(config, run.model(), source)
-    teaching = build_teacher.build_teaching(config, run.world, run.numbers, run.windows, source)
+    teaching = build_teacher.build_teaching(config, run.grid, run.numbers, run.windows, source)
     teaching.begin(0)
     checks.append(first_distance(run, objective, teaching))
     if config.teacher.features != "none":

@@ -1,0 +1,24 @@
+"""Remarks on a run before it starts: what the config asks for is done, and probably not what was meant."""
+
+from gramian.train.build.run_parts import Parts
+
+
+def remarks(parts: Parts) -> list[str]:
+    """Lines that name a config key, what will happen, and what would be usual; empty if there is nothing to say."""
+    config, windows = parts.config, len(parts.training)
+    found = []
+    if config.precision.kind == "fp16" and parts.grid.device.type == "cpu":
+        found.append(
+            "precision.kind: fp16 on a CPU is slower than fp32, and scales its loss; expected fp32, bf16 or auto"
+        )
+    if config.data.batch > windows and config.privacy is None:
+        found.append(
+            f"data.batch: a step takes {config.data.batch:,} windows and the data has {windows:,}, so that it reads them "
+            f"{config.data.batch / windows:.1f} times; expected at most {windows:,}, or more data"
+        )
+    if parts.validation.held_out == "tail":
+        tokens = len(parts.validation.stream)
+        found.append(
+            f"data.validation_files: none given, and too few documents to choose some; the last {tokens:,} tokens validate"
+        )
+    return found

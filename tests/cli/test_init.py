@@ -1,0 +1,106 @@
+"""`gramian init`: a config that trains what is there, with comments, and one line for what cannot be."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gramian.cli import main
+from gramian.train.config.config import load_config
+from gramian.train.config.example_configs import example_names, example_text, fill
+from tests.train.test_examples import save_model
+
+TINY = [
+    "run.steps=2",
+    "run.device=cpu",
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+    "data.length=16",
+    "data.workers=0",
+]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def book(folder: Path, name: str = "book.txt", lines: int = 400) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("".join(f"line {number} of a book\n" for number in range(lines)))
+
+
+def test_one_text_file_trains_with_two_commands(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    book(here)
+    assert main(["init"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "run.toml: trains a small GPT on book.txt (0.0 MB)" and lines[2].split()[:3] == [
+        "gramian",
+        "train",
+        "run.toml",
+    ]
+    config = load_config("run.toml")
+    assert (config.data.source, config.data.files, config.run.folder) == ("text", ("book.txt",), "runs/run")
+    assert config.data.batch <= 16 and "# of its residual stream" in Path("run.toml").read_text()
+    assert main(["train", "run.toml", *TINY, "schedule.warmup=0"]) == 0
+
+
+def test_a_model_folder_is_fine_tuned_with_its_tokenizer(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model(here / "gpt2")
+    book(here / "texts")
+    assert main(["init", "new", "--model", "gpt2", "--text", "texts"]) == 0
+    assert capsys.readouterr().out.startswith("new/run.toml: fine-tunes gpt2 on texts")
+    config = load_config("new/run.toml")
+    assert (config.model.kind, config.model.path, config.data.tokenizer) == ("huggingface", "gpt2", "gpt2")
+    assert (config.data.length, config.run.folder) == (32, "runs/new")  # its context
+    assert main(["train", "new/run.toml", "run.steps=2", "run.device=cpu", "data.workers=0", "schedule.warmup=0"]) == 0
+
+
+def test_without_anything_the_embedded_corpus_is_trained_on(here: Path) -> None:
+    assert main(["init", "a"]) == 0
+    assert load_config("a/run.toml").data.source == "embedded"
+
+
+def test_json_lines_are_found(here: Path) -> None:
+    (here / "chat.jsonl").write_text('{"text": "one"}\n' * 99)
+    assert main(["init"]) == 0
+    assert load_config("run.toml").data.source == "jsonl"
+
+
+@pytest.mark.parametrize("name", example_names())
+def test_every_example_can_be_written(here: Path, name: str) -> None:
+    assert main(["init", "--example", name]) == 0
+    assert Path("run.toml").read_text() == example_text(name)
+
+
+def test_bad_input_exits_2_with_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model(here / "one")
+    save_model(here / "two")
+    (here / "odd").mkdir()
+    capsys.readouterr()
+    for arguments, words in (
+        (["--example", "none"], "example: 'none' is unknown; expected distill, "),
+        (["--text", "missing.txt"], "argument --text: missing.txt does not exist; expected"),
+        (["--model", "odd"], "argument --model: odd has no readable config.json; expected"),
+        (["--example", "kfac", "--model", "one"], "argument --example: is written as it is; expected"),
+        ([], "argument --model: one, two are models; expected one of them"),
+        (["--model", "one"], "argument --text: none given, and no text file in .; expected what to train one on"),
+    ):
+        assert main(["init", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"gramian: {words}") and error.count("\n") == 1, error
+    assert not Path("run.toml").exists()
+    assert main(["init", "--example", "kfac"]) == 0 and main(["init"]) == 2
+    assert capsys.readouterr().err.startswith("gramian: run.toml: is already there; expected another DIR")
+
+
+@pytest.mark.parametrize("value", ["a b", 'quo"te', "ü\\", ["a", "b"], [], 3, 0.5, True])
+def test_values_are_filled_in_and_comments_stay(value: Any) -> None:
+    text = '[run]  # one\nfolder = "x"   # where\nsteps = 1  # how many\n# [teacher]\n# path = 1  # of it\n'
+    filled = fill(text, {"run.folder": value})
+    assert tomllib.loads(filled) == {"run": {"folder": value, "steps": 1}} and "# where" in filled
+    with pytest.raises(KeyError, match="run.other"):
+        fill(text, {"run.other": 1})
