@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from gramian.analysis.options import Settings
 from gramian.cli.demo.demo_plan import DemoPlan
 from gramian.data.options import DataSection
 from gramian.train.config.config_sections import DoctorSection, ModelSection
@@ -14,6 +15,10 @@ def small(**changes: Any) -> DemoPlan:
         "teacher_steps": 24,
         "student_steps": 12,
         "data": DataSection(limit_bytes=200_000, length=16, batch=4, workers=0),
+        "private_steps": 4,
+        "private_batch": 4,
+        "curvature_tokens": 32,
+        "curvature": Settings(eigenvalues=1, probes=2, steps=2),
         "warmup": 2,
         "eval_every": 6,
         "doctor": DoctorSection(overfit_steps=200, overfit_windows=1),

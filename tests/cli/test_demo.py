@@ -21,7 +21,7 @@ from gramian.data import embedded_corpus
 from gramian.train.doctor.check import Check
 from tests.cli.small_demo import small
 
-RUNS = ("teacher", "ce-only", "distilled")
+RUNS = ("teacher", "ce-only", "distilled", "private")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ def _child(call: str, before: str = "") -> str:
 
 
 def scores(result: Result) -> list[object]:
-    return [row.score for row in result.rows] + [result.samples]
+    """Everything that the seed determines: not the private student, whose noise is secret."""
+    return [row.score for row in result.rows if row != result.private] + [result.samples, result.curvature.effective_dimension]
 
 
 # ---- a demo that came to its end -------------------------------------------------------------------------------------------
@@ -88,11 +89,27 @@ def test_every_stage_is_shown_and_the_figures_come_last(done: Done) -> None:
     table = done.printed.index("agree corr.")
     assert max(places) < done.printed.index("teacher writes") < table
     assert table < done.printed.index("one seed:") < done.printed.index("try next:")
+    figures, result = done.printed.splitlines()[-5:], done.result
+    assert re.fullmatch(rf"distilled  loss {result.distilled.score.loss:.3f} nats .*{result.alone.score.loss:.3f}.*", figures[0])
+    assert re.fullmatch(rf"private    loss {result.private.score.loss:.3f} at ε = {result.privacy.epsilon:.2f}, .*", figures[1])
+    assert re.fullmatch(rf"curvature .*{result.curvature.largest_eigenvalue:.3g}.*", figures[2])
+    assert figures[4] == f"page:    {done.out / 'report.html'} (open it in a browser)"
 
 
-def test_the_folder_holds_three_runs_a_cache_the_numbers_and_a_page(done: Done) -> None:
+def test_the_private_student_spends_its_target_and_the_teacher_has_its_curvature(done: Done) -> None:
+    result, target = done.result, small().privacy.target_epsilon
+    assert target is not None
+    assert result.privacy.valid and 0.9 * target < result.privacy.epsilon <= target
+    found = json.loads((done.out / "teacher" / "curvature" / "curvature.json").read_text())
+    assert found["complete"] and found["kfac"]["metrics"]["model"]["effective_dimension"] == result.curvature.effective_dimension
+    assert found["ggn"]["extremes"]["largest"] == result.curvature.largest_eigenvalue
+    assert list((done.out / "teacher" / "curvature").glob("*.png"))
+    page = (done.out / "report.html").read_text(encoding="utf-8")
+    assert "effective rank" in page.lower() and "ε" in page
+
+
+def test_the_folder_holds_four_runs_a_cache_the_numbers_and_a_page(done: Done) -> None:
     assert {path.name for path in done.out.iterdir()} == {*RUNS, "teacher-cache", FILE, "report.html"}
-    assert f"curves: {done.out / 'report.html'}" in done.printed
     for name in RUNS:
         held = {path.name for path in (done.out / name).iterdir()}
         assert held >= {"config.toml", "record.json", "metrics.jsonl", "events.jsonl", "checkpoints", "report.html"}

@@ -11,10 +11,12 @@ from gramian.cli.demo.demo_result import (
     FILE,
     Cached,
     Checked,
+    Curved,
     DemoRow,
     Result,
     Sample,
     Score,
+    Spent,
     read_result,
     verdict,
     write_result,
@@ -40,6 +42,9 @@ def result(alone: float = 2.2, distilled: float = 2.1, teacher: float = 1.9, sec
         teacher=row("teacher", teacher),
         distilled=row("distilled", distilled, seconds),
         alone=row("alone", alone),
+        private=row("private", 3.0),
+        privacy=Spent(2.9, 1e-5, True),
+        curvature=Curved("out/teacher/curvature", 0.03, 12.0, 3.0),
         samples=(Sample("teacher", "def é\n"),),
     )
 

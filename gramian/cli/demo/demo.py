@@ -1,8 +1,8 @@
 """`gramian demo [--out DIR]`: the full pipeline on the source text of Python's standard library, in about two minutes.
 
-A student is examined, a teacher trained and its hidden states cached; then the student is trained twice, from the cache and
-with the cross entropy alone, and all three are compared. Interrupted, the same command continues; a folder that holds a
-finished demo is shown again.
+A student is examined, a teacher trained and its hidden states cached; then the student is trained three times: from the cache,
+with the cross entropy alone, and privately. The teacher's curvature is measured, and all four models are compared. Interrupted,
+the same command continues; a folder that holds a finished demo is shown again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     else:
         show(console, f"{out} holds a finished demo; remove it, or name another --out, for a new one.")
-    show(console, *_report(result, out), f"numbers: {out / FILE}", _write_page(result, out))
+    show(console, *_report(result, out), *_figures(result), f"numbers: {out / FILE}", _write_page(result, out))
     return 0
 
 
@@ -79,13 +79,13 @@ def _run(chosen: DemoPlan, out: Path, console: Console) -> Result:
 
 
 def _write_page(result: Result, out: Path) -> str:
-    """Write the report of the three runs together; returns the line to print: its path, or why there is none."""
+    """Write the report of the four runs together; returns the line to print: its path, or why there is none."""
     from gramian.report.report_file import FILE, write_report
 
     try:
-        return f"curves: {write_report([row.folder for row in result.rows], out / FILE)} (open it in a browser)"
+        return f"page:    {write_report([row.folder for row in result.rows], out / FILE)} (open it in a browser)"
     except GramianError as problem:
-        return f"no page of curves: {problem}"
+        return f"no page: {problem}"
 
 
 def _report(result: Result, out: Path) -> Iterator[RenderableType]:
@@ -104,6 +104,23 @@ def _report(result: Result, out: Path) -> Iterator[RenderableType]:
     yield "try next:"
     for command in _next(out):
         yield f"  {command}"
+
+
+def _figures(result: Result) -> Iterator[RenderableType]:
+    """The three figures that the demo ends with: of distillation, private training and curvature."""
+    from rich.table import Table
+
+    distilled, alone, private = (row.score.loss for row in (result.distilled, result.alone, result.private))
+    privacy, curvature = result.privacy, result.curvature
+    table = Table.grid(padding=(0, 2))
+    table.add_row("distilled", f"loss {distilled:.3f} nats per byte, {alone:.3f} without the teacher")
+    table.add_row("private", f"loss {private:.3f} at ε = {privacy.epsilon:.2f}, δ = {privacy.delta:g}")
+    table.add_row(
+        "curvature",
+        f"of the teacher's {result.teacher.parameters:,} directions {curvature.effective_dimension:,.0f} are curved by more "
+        f"than {curvature.damping:g}; the largest eigenvalue is {curvature.largest_eigenvalue:.3g}",
+    )
+    yield table
 
 
 def _table(result: Result) -> RenderableType:

@@ -1,4 +1,4 @@
-"""Sizes and steps of the demo, and the configs of its three runs.
+"""Sizes and steps of the demo, and the configs of its four runs.
 
 The runs are ordinary: their folders hold a `config.toml` that `gramian train` accepts, with or without overrides.
 """
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from gramian.analysis.options import Settings
 from gramian.data.options import DataSection
 from gramian.train.config.config import Config
 from gramian.train.config.config_sections import (
@@ -15,6 +16,7 @@ from gramian.train.config.config_sections import (
     EvalSection,
     ModelSection,
     OptimizerSection,
+    PrivacySection,
     RunSection,
     ScheduleSection,
     TeacherSection,
@@ -25,25 +27,36 @@ from gramian.train.config.config_sections import (
 class DemoPlan:
     """Everything that determines the demo's numbers, except the corpus and the machine."""
 
-    teacher: ModelSection = field(default_factory=lambda: ModelSection(layers=2, width=128, heads=4))
-    student: ModelSection = field(default_factory=lambda: ModelSection(layers=2, width=64, heads=4))
-    teacher_steps: int = 800
-    student_steps: int = 600
-    """Training steps of each of the two students."""
-    data: DataSection = field(
-        default_factory=lambda: DataSection(limit_bytes=600_000, length=64, batch=16, micro_batch=16, workers=0)
+    teacher: ModelSection = field(default_factory=lambda: ModelSection(layers=2, width=96, heads=4))
+    student: ModelSection = field(default_factory=lambda: ModelSection(layers=2, width=48, heads=4))
+    teacher_steps: int = 450
+    student_steps: int = 400
+    """Training steps of each of the two students that are compared with each other."""
+    private_steps: int = 90
+    private_batch: int = 32
+    """Windows that a step of the private student draws, on average."""
+    private_optimizer: OptimizerSection = field(
+        default_factory=lambda: OptimizerSection(lr=1e-2, weight_decay=0.0, max_norm=0.0)
     )
-    """Data of all three runs; the teacher's cache covers every training window."""
+    privacy: PrivacySection = field(default_factory=lambda: PrivacySection(target_epsilon=3.0))
+    """Privacy of the third student. Its noise is secret; all other numbers of the demo are determined by the seed."""
+    curvature_tokens: int = 512
+    """Number of training tokens on which the teacher's curvature is measured."""
+    curvature: Settings = field(default_factory=lambda: Settings(eigenvalues=1, probes=2, steps=12))
+    data: DataSection = field(
+        default_factory=lambda: DataSection(limit_bytes=300_000, length=32, batch=16, micro_batch=16, workers=0)
+    )
+    """Data of all runs; the teacher's cache covers every training window."""
     optimizer: OptimizerSection = field(default_factory=lambda: OptimizerSection(lr=4e-3))
-    """Optimizer of all three runs; the learning rate is close to the best of 2e-3 to 6e-3 for the student without a teacher."""
-    warmup: int = 50
+    """Optimizer of the runs; the learning rate is close to the best of 2e-3 to 6e-3 for the student without a teacher."""
+    warmup: int = 40
     eval_every: int = 100
     """Training steps between two evaluations."""
     teaching: TeacherSection = field(default_factory=lambda: TeacherSection(source="hidden", temperature=2.0))
     doctor: DoctorSection = field(default_factory=lambda: DoctorSection(overfit_steps=200, overfit_windows=4))
     scored_windows: int = 512
-    """Number of windows of the validation data, from its first on, on which the three models are compared."""
-    sample_tokens: int = 200
+    """Number of windows of the validation data, from its first on, on which the models are compared."""
+    sample_tokens: int = 120
     """Number of tokens of each text that a model generates."""
     threads: int = 1
     """CPU threads of torch. A second one saves a fifth of the time on an idle machine; on a busy one, threads that wait for
@@ -54,21 +67,23 @@ class DemoPlan:
 
 
 DEFAULT = DemoPlan()
-"""The demo of the command line: about 80 s on a CPU, half of it for the teacher, a third for the students."""
+"""The demo of the command line."""
 
 
 @dataclass(frozen=True)
 class DemoRuns:
-    """The configs of the three training runs of the demo, each with a folder of its own below the demo's."""
+    """The configs of the four training runs of the demo, each with a folder of its own below the demo's."""
 
     teacher: Config
     distilled: Config
     alone: Config
     """Config of the second student, equal to the distilled one except that it learns by cross entropy alone."""
+    private: Config
+    """Config of the third student, which learns by cross entropy and with privacy, in fewer and larger steps."""
 
 
 def runs_of(plan: DemoPlan, out: Path) -> DemoRuns:
-    """Make the configs of the three runs, with the folders `teacher`, `distilled` and `ce-only` below `out`.
+    """Make the configs of the four runs, with the folders `teacher`, `distilled`, `ce-only` and `private` below `out`.
 
     The teacher's cache is the folder `teacher-cache` beside them.
     """
@@ -76,11 +91,16 @@ def runs_of(plan: DemoPlan, out: Path) -> DemoRuns:
     teacher = _config(plan, out / "teacher", plan.teacher, plan.teacher_steps)
     alone = _config(plan, out / "ce-only", plan.student, plan.student_steps)
     distilled = _config(plan, out / "distilled", plan.student, plan.student_steps, teacher=teaching)
-    return DemoRuns(teacher, distilled, alone)
+    private = replace(
+        _config(plan, out / "private", plan.student, plan.private_steps, privacy=plan.privacy),
+        data=replace(plan.data, batch=plan.private_batch, micro_batch=plan.private_batch),
+        optimizer=plan.private_optimizer,
+    )
+    return DemoRuns(teacher, distilled, alone, private)
 
 
 def hashes_of(plan: DemoPlan) -> dict[str, str]:
-    """{run: hash of its config} of the three runs, independent of their folders: equal hashes mean equal numbers."""
+    """{run: hash of its config} of the four runs, independent of their folders: equal hashes mean equal numbers."""
     return {name: config.hash for name, config in vars(runs_of(plan, Path("demo"))).items()}
 
 

@@ -11,7 +11,7 @@ from gramian.core.durable_files import replace_text
 from gramian.core.errors import GramianError
 
 FILE = "demo.json"
-FORMAT = 1
+FORMAT = 2
 """Version of the layout of `demo.json`."""
 TIE = 0.02
 """Differences of the two students' losses below this are a tie, in nats per byte: gains varied as much over three seeds."""
@@ -44,6 +44,27 @@ class Cached:
     def bytes(self) -> int:
         """Bytes of the stored windows of the cache."""
         return self.windows * self.length * self.bytes_per_token
+
+
+@dataclass(frozen=True)
+class Spent:
+    """The privacy that the private student's training spent: (ε, δ), and whether the ε is valid."""
+
+    epsilon: float
+    delta: float
+    valid: bool
+
+
+@dataclass(frozen=True)
+class Curved:
+    """Curvature of the teacher in three numbers; `curvature.json` in the folder has the rest."""
+
+    folder: str
+    damping: float
+    effective_dimension: float
+    """Σ λ/(λ + damping) over the eigenvalues λ of K-FAC: about the number of directions that are curved by more than that."""
+    largest_eigenvalue: float
+    """Largest eigenvalue of the Gauss-Newton matrix."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +104,15 @@ class Result:
     teacher: DemoRow
     distilled: DemoRow
     alone: DemoRow
+    private: DemoRow
+    privacy: Spent
+    curvature: Curved
     samples: tuple[Sample, ...]
 
     @property
-    def rows(self) -> tuple[DemoRow, DemoRow, DemoRow]:
-        """The three models as rows of the table: teacher, student without a teacher, distilled student."""
-        return self.teacher, self.alone, self.distilled
+    def rows(self) -> tuple[DemoRow, ...]:
+        """The four models as rows of the table: teacher, student without a teacher, distilled and private student."""
+        return self.teacher, self.alone, self.distilled, self.private
 
     @property
     def gain(self) -> float:

@@ -1,4 +1,4 @@
-"""The stages of the demo in order: doctor, teacher, cache, both students, evaluation, texts.
+"""The stages of the demo in order: doctor, teacher, cache, three students, curvature, evaluation, texts.
 
 In: a `DemoPlan` and a folder. Out: a `Result`. Finished work is not repeated: a run continues from its last checkpoint, a cache
 from its last shard.
@@ -6,7 +6,7 @@ from its last shard.
 
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,9 +16,14 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from gramian.analysis import plots
+from gramian.analysis.measure import analyse
+from gramian.analysis.result_file import write_result
+from gramian.analysis.subject import from_config
 from gramian.cli.cache import write_cache
+from gramian.cli.curvature import STAGE_NAMES as CURVATURE_NAMES
 from gramian.cli.demo.demo_plan import DemoPlan, DemoRuns, hashes_of, runs_of
-from gramian.cli.demo.demo_result import Cached, Checked, DemoRow, Result, Sample
+from gramian.cli.demo.demo_result import Cached, Checked, Curved, DemoRow, Result, Sample, Spent
 from gramian.cli.demo.score import score, work
 from gramian.cli.terminal import Update, in_parts, progress_bar, show
 from gramian.cli.train import end_with_report
@@ -54,6 +59,8 @@ STAGE_NAMES = {
     "cache": "cache of the teacher",
     "alone": "student, CE only",
     "distilled": "student, distilled",
+    "private": "student, private",
+    "curvature": "curvature of the teacher",
     "evaluation": "evaluation",
     "texts": "texts",
 }
@@ -113,13 +120,16 @@ class _Demo:
             checks += self._examined(self._teacher_checks(numbers))
         self._train(4, "alone")
         self._train(5, "distilled")
-        with self._stage(6, "evaluation") as update:
+        self._train(6, "private")
+        with self._stage(7, "curvature") as update:
+            curvature = self._curvature(update)
+        with self._stage(8, "evaluation") as update:
             models = {
                 name: load_run(self.folders[name].path).model.to(device=self.grid.device, dtype=numbers.weights)
-                for name in ("teacher", "alone", "distilled")
-            }  # of the best checkpoints
+                for name in vars(self.runs)
+            }  # of the best checkpoints; of the private run's last, since a choice by its loss would not be covered by ε
             rows = self._score(models, numbers, update)
-        with self._stage(7, "texts") as update:
+        with self._stage(9, "texts") as update:
             samples = []
             for done, name in enumerate(("teacher", "distilled")):
                 samples.append(Sample(name, self._text(models[name])))
@@ -133,6 +143,8 @@ class _Demo:
             seconds=self.seconds,
             checks=tuple(checks),
             cache=cache,
+            privacy=self._spent(),
+            curvature=curvature,
             samples=tuple(samples),
             **rows,
         )
@@ -195,12 +207,37 @@ class _Demo:
                     f"{STAGE_NAMES[name]}: {ended.reason} at step {ended.step} of {steps}"
                     + (f": {ended.report}" if ended.report else "")
                 )
-            assert trainer.best is not None
-            best = trainer.best["loss"]
+            best = "" if trainer.best is None else f", best validation loss {trainer.best['loss']:.3f}"
             self._print(
                 f"{sum(p.numel() for p in parts.model.parameters()):,} parameters, {steps} steps in "
-                f"{training_seconds(folder.path):.0f} s, best validation loss {best:.3f}; {folder.path}"
+                f"{training_seconds(folder.path):.0f} s{best}; {folder.path}"
             )
+
+    def _spent(self) -> Spent:
+        """The (ε, δ) of the private run, from the last evaluation in its metrics."""
+        folder, privacy = self.folders["private"], self.plan.privacy
+        line = [line for line in read_lines(folder.path / "metrics.jsonl") if "epsilon" in line][-1]
+        return Spent(line["epsilon"], privacy.delta, not line.get("epsilon_not_valid", False))
+
+    # ---- the curvature ---------------------------------------------------------------------------------------------------
+
+    def _curvature(self, update: Update) -> Curved:
+        """Measure the teacher's curvature into the folder `curvature` of its run, where the page finds it."""
+        folder, settings = self.folders["teacher"].path / "curvature", self.plan.curvature
+        folder.mkdir(exist_ok=True)
+        subject = from_config(self.runs.teacher, self.grid.device, None, self.plan.curvature_tokens, None)
+
+        @contextmanager
+        def stage(name: str) -> Iterator[Callable[[int, int], None]]:
+            yield lambda done, total: update(done, total, CURVATURE_NAMES[name])
+
+        result = analyse(subject, settings, stage)
+        write_result(result, folder)
+        if plots.available():
+            plots.draw(result, folder)
+        metrics, largest = result["kfac"]["metrics"]["model"], result["ggn"]["extremes"]["largest"]
+        self._print(f"{subject.tokens:,} tokens; {folder}")
+        return Curved(str(folder), metrics["damping"], metrics["effective_dimension"], largest)
 
     # ---- the cache -------------------------------------------------------------------------------------------------------
 
