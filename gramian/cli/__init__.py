@@ -32,7 +32,8 @@ COMMANDS = {
 """
 
 OLD_FLAGS = {
-    "--enable-profiling": "gramian profile, or GRAMIAN_PROFILE=1 in the environment of gramian train",
+    "--enable-profiling": "--profile (verify), gramian profile, or GRAMIAN_PROFILE=1 and engine.stopwatch.report() in a script",
+    "--gpus": "torchrun --nproc-per-node=N -m gramian ..., or --gpus of gramian plan",
     "--use-flash": "privacy.clipping=auto, which needs no flag: every way of clipping is exact",
     "--use-fsdp": "--fsdp (verify, profile), or parallel.strategy=fsdp2 (train)",
 }
@@ -95,12 +96,22 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if hasattr(arguments, "overrides") and all("=" in part and not part.startswith("-") for part in unknown):
         arguments.overrides, unknown = [*arguments.overrides, *unknown], []  # argparse accepts none after an option
     for flag in unknown:
-        if flag.partition("=")[0] in OLD_FLAGS:
-            raise GramianError(f"{flag}: is unknown here; expected {OLD_FLAGS[flag.partition('=')[0]]}")
+        name = flag.partition("=")[0].replace("_", "-")
+        if name.startswith("--") and (here := OLD_FLAGS.get(name) or _config_key(name, arguments)):
+            raise GramianError(f"{flag}: is unknown here; expected {here}")
     if unknown:
         usage = commands.choices[arguments.command].format_usage().removeprefix("usage: ")
         raise GramianError(f"{arguments.command}: unknown {' '.join(unknown)!r}; expected {usage}")
     return arguments
+
+
+def _config_key(flag: str, arguments: argparse.Namespace) -> str:
+    """The override that a flag such as --eval-interval is, of a command that accepts overrides; else ""."""
+    if not hasattr(arguments, "overrides"):
+        return ""
+    from gramian.train.config.config import override_of
+
+    return override_of(flag.removeprefix("--").replace("-", "_"))
 
 
 def _complain(problem: object, status: int) -> int:

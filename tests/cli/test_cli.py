@@ -60,8 +60,24 @@ def test_parsing_loads_neither_rich_nor_the_model() -> None:
     assert run_fresh(check).returncode == 0
 
 
-@pytest.mark.parametrize("flag", ["--use-fsdp", "--use-flash=1", "--enable-profiling"])
-def test_flags_of_the_programs_before_are_named_as_they_are_here(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", "clipping", flag]) == 2
+@pytest.mark.parametrize(
+    ("argv", "here"),
+    [
+        (["verify", "clipping", "--use-fsdp"], "--fsdp (verify, profile), or parallel.strategy=fsdp2 (train)"),
+        (["train", "run.toml", "--use_fsdp"], "--fsdp (verify, profile), or parallel.strategy=fsdp2 (train)"),
+        (["profile", "clipping", "--use-flash=1"], "privacy.clipping=auto"),
+        (["verify", "clipping", "--enable-profiling"], "--profile (verify), gramian profile, or GRAMIAN_PROFILE=1"),
+        (["train", "run.toml", "--gpus", "1", "--steps", "1000"], "torchrun --nproc-per-node=N"),
+        (["train", "run.toml", "--steps", "1000"], "run.steps=…"),
+        (["train", "run.toml", "--eval-interval", "300"], "eval.every=…"),
+        (["doctor", "run.toml", "--min_lr=1e-6"], "schedule.floor=…"),
+        (["profile", "train", "run.toml", "--accumulation-steps", "4"], "data.micro_batch=…"),
+    ],
+)
+def test_flags_of_the_programs_before_are_named_as_they_are_here(
+    argv: list[str], here: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"gramian: {flag}: is unknown here; expected ") and error.count("\n") == 1
+    flag = next(argument for argument in argv if argument.startswith("--"))
+    assert error.startswith(f"gramian: {flag}: is unknown here; expected {here}") and error.count("\n") == 1

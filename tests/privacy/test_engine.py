@@ -441,3 +441,17 @@ def test_noise_reaches_bf16_parameters_without_being_rounded_away() -> None:
         run.optimizer.step()
         assert model.weight.grad.dtype == torch.bfloat16
         assert abs(float(model.weight.grad.float().std()) * 4 - 1) < 0.1
+
+
+# ---- the stopwatch --------------------------------------------------------------------------------------------------------
+
+
+def test_the_variable_of_the_fork_of_opacus_is_a_warning_that_names_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPACUS_PROFILE_FSDP", "1")
+    with pytest.warns(UserWarning, match="^OPACUS_PROFILE_FSDP: has no effect here; expected GRAMIAN_PROFILE=1$"):
+        assert not gramian.PrivacyEngine().stopwatch.on
+    for name, value in (("OPACUS_PROFILE_FSDP", "0"), ("GRAMIAN_PROFILE", "1")):
+        monkeypatch.setenv(name, value)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert gramian.PrivacyEngine().stopwatch.on == (name == "GRAMIAN_PROFILE")

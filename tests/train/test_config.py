@@ -1,6 +1,8 @@
 """The config: every key typed, every refusal one line that names it."""
 
 import dataclasses
+import inspect
+import re
 import typing
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,13 +11,14 @@ from typing import get_args
 import pytest
 
 from gramian.core.errors import GramianError
+from gramian.curvature import KFACNaturalGradient
 from gramian.curvature.blocks.damping import DAMPING_MODES
 from gramian.curvature.options import POLICIES
 from gramian.distill.cache.kind_registry import KINDS
 from gramian.distill.loss.temperature import TemperatureKind
 from gramian.kernels.distillation.divergence import DIRECTIONS
 from gramian.privacy.options import Storage
-from gramian.train.config.config import FOREIGN_KEYS, RUN_ONLY, SECTIONS, Config, load_config, parse_config
+from gramian.train.config.config import FOREIGN_KEYS, RUN_ONLY, SECTIONS, Config, load_config, override_of, parse_config
 from gramian.train.loop.schedule import SCHEDULES
 
 
@@ -81,7 +84,8 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ("optimizer.betas=[0.9]", "optimizer.betas: expected array of length 2"),
         ("optimizer.betas=[0.9,1.5]", "expected float < 1.0"),
         ("eval.every=often", "eval.every: expected"),
-        ("steps=3", "'steps=3': expected an override such as run.steps=200"),
+        ("steps=3", "'steps=3': expected run.steps=…"),
+        ("nothing=3", "'nothing=3': expected an override such as run.steps=200"),
         ("min_lr=1e-5", "'min_lr=1e-5': expected schedule.floor=…"),
         ("eval.eval_interval=5", "eval.eval_interval: is not a key; expected eval.every"),
         ("optimizer.accumulation_steps=5", "optimizer.accumulation_steps: is not a key; expected data.micro_batch"),
@@ -155,7 +159,42 @@ def test_the_hash_follows_what_decides_the_numbers_and_nothing_else() -> None:
 
 
 def test_options_of_other_programs_are_named_by_keys_that_exist() -> None:
+    everywhere = {option.name for section in SECTIONS.values() for option in dataclasses.fields(section)}
     for name, here in FOREIGN_KEYS.items():
-        section, key = here.split(".")
-        fields = {option.name for option in dataclasses.fields(SECTIONS[section])}
-        assert key in fields and name not in fields
+        assert name not in everywhere
+        if "KFACNaturalGradient" in here:
+            assert name in inspect.signature(KFACNaturalGradient).parameters
+        elif not here.startswith("none: "):
+            section, key = here.split(".")
+            assert key in {option.name for option in dataclasses.fields(SECTIONS[section])}
+
+
+@pytest.mark.parametrize(
+    ("name", "here"),
+    [
+        ("eval_interval", "eval.every"),
+        ("min_lr", "schedule.floor"),
+        ("accumulation_steps", "data.micro_batch"),
+        ("total_steps", "run.steps"),
+        ("fused", "optimizer.implementation"),
+        ("use_orig_params", "parallel.strategy"),
+    ],
+)
+def test_options_of_other_programs_are_one_line_that_names_ours(name: str, here: str, tmp_path: Path) -> None:
+    for text in (f"{name} = 1", f"[run]\n{name} = 1"):
+        with pytest.raises(GramianError, match=rf"^(run\.)?{name}: is not a (section|key); expected {here}$"):
+            load_config(written(tmp_path, text))
+    with pytest.raises(GramianError, match=rf"^'{name}=1': expected {here}=…$"):
+        load_config(written(tmp_path, ""), [f"{name}=1"])
+
+
+def test_an_option_without_a_key_says_why_and_one_without_its_section_says_which() -> None:
+    for section, name, here in (
+        ("kfac", "woodbury_dtype", "it in Python, KFACNaturalGradient(…); runs have its default"),
+        ("data", "pin_memory", "none: it always is where there is a GPU"),
+        ("teacher", "use_cache", "none: a teacher's is always off"),
+    ):
+        with pytest.raises(GramianError, match=re.escape(f"{section}.{name}: is not a key; expected {here}")):
+            parse_config({section: {name: 1}})
+    assert override_of("lr") == "optimizer.lr=…" and override_of("nothing") == ""
+    assert override_of("every") == "checkpoint.every=… or eval.every=…"

@@ -5,6 +5,7 @@ Times are pairs of CUDA events (wall clock on a CPU) in a ring buffer; `report` 
 
 import os
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -55,7 +56,11 @@ class Stopwatch:
 
     def __init__(self, on: bool | None = None) -> None:
         """Switch on or off; None: on if the environment variable GRAMIAN_PROFILE is set and not 0."""
-        self.on = os.environ.get("GRAMIAN_PROFILE", "0") not in ("", "0") if on is None else on
+        variables = ("GRAMIAN_PROFILE", "OPACUS_PROFILE_FSDP")
+        here, elsewhere = (os.environ.get(variable, "0") not in ("", "0") for variable in variables)
+        if on is None and elsewhere and not here:
+            warnings.warn("OPACUS_PROFILE_FSDP: has no effect here; expected GRAMIAN_PROFILE=1", stacklevel=3)
+        self.on = here if on is None else on
         self.step = 0
         self.entries: deque[Entry] = deque(maxlen=ENTRIES)
 

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import re
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -126,8 +127,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         name, equals, text = override.partition("=")
         section, dot, key = name.strip().partition(".")
         if not (equals and dot and section and key):
-            here = FOREIGN_KEYS.get(name.strip().lstrip("-"))
-            raise GramianError(f"{override!r}: expected {f'{here}=…' if here else 'an override such as run.steps=200'}")
+            expected = override_of(name.strip().lstrip("-")) or "an override such as run.steps=200"
+            raise GramianError(f"{override!r}: expected {expected}")
         table = tables.setdefault(section, {})
         if not isinstance(table, dict):
             raise GramianError(f"{section}: expected a section, got {table!r}")
@@ -162,14 +163,30 @@ def _override_value(text: str) -> Any:
 
 
 FOREIGN_KEYS = {
-    "accumulation_steps": "data.micro_batch", "batch_size": "data.batch", "block_size": "data.length",
-    "eval_interval": "eval.every", "eval_steps": "eval.every", "grad_clip": "optimizer.max_norm",
+    "accumulation_steps": "data.micro_batch", "base_lr": "optimizer.lr", "batch_size": "data.batch",
+    "block_size": "data.length", "eval_interval": "eval.every", "eval_steps": "eval.every",
+    "foreach": "optimizer.implementation", "fused": "optimizer.implementation", "grad_clip": "optimizer.max_norm",
     "gradient_accumulation_steps": "data.micro_batch", "learning_rate": "optimizer.lr", "log_interval": "run.log_every",
     "logging_steps": "run.log_every", "max_length": "data.length", "max_steps": "run.steps", "min_lr": "schedule.floor",
     "num_workers": "data.workers", "output_dir": "run.folder", "prefetch_factor": "data.prefetch",
-    "save_interval": "checkpoint.every", "save_steps": "checkpoint.every", "warmup_steps": "schedule.warmup",
+    "save_interval": "checkpoint.every", "save_steps": "checkpoint.every", "sharding_strategy": "parallel.strategy",
+    "total_steps": "run.steps", "use_orig_params": "parallel.strategy", "warmup_steps": "schedule.warmup",
+    "persistent_workers": "none: they always are", "pin_memory": "none: it always is where there is a GPU",
+    "use_cache": "none: a teacher's is always off",
+    **dict.fromkeys(
+        ("damping_A", "damping_G", "kfac_eps", "kfac_use_woodbury", "max_condition_number", "use_eigenvalue_correction",
+         "woodbury_dtype", "woodbury_store_device"),
+        "it in Python, KFACNaturalGradient(…); runs have its default",
+    ),
 }  # fmt: skip
-"""{name of an option in other training programs: the key that it is here}."""
+"""{name of an option in other training programs: the key that it is here, or why there is none}."""
+
+
+def override_of(name: str) -> str:
+    """What to write as an override for an option that is named without its section or as other programs do; "" if unknown."""
+    keys = [f"{section}.{name}" for section, kind in SECTIONS.items() if name in kind.__annotations__]
+    found = keys or [FOREIGN_KEYS.get(name, "")]
+    return " or ".join(f"{key}=…" if re.fullmatch(r"\w+\.\w+", key) else key for key in found)
 
 
 def _suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
