@@ -75,7 +75,10 @@ def _child(call: str, before: str = "") -> str:
 
 def scores(result: Result) -> list[object]:
     """Everything that the seed determines: not the private student, whose noise is secret."""
-    return [row.score for row in result.rows if row != result.private] + [result.samples, result.curvature.effective_dimension]
+    return [row.score for row in result.rows if row != result.private] + [
+        result.samples,
+        result.curvature.effective_dimension,
+    ]
 
 
 # ---- a demo that came to its end -------------------------------------------------------------------------------------------
@@ -90,8 +93,12 @@ def test_every_stage_is_shown_and_the_figures_come_last(done: Done) -> None:
     assert max(places) < done.printed.index("teacher writes") < table
     assert table < done.printed.index("one seed:") < done.printed.index("try next:")
     figures, result = done.printed.splitlines()[-5:], done.result
-    assert re.fullmatch(rf"distilled  loss {result.distilled.score.loss:.3f} nats .*{result.alone.score.loss:.3f}.*", figures[0])
-    assert re.fullmatch(rf"private    loss {result.private.score.loss:.3f} at ε = {result.privacy.epsilon:.2f}, .*", figures[1])
+    assert re.fullmatch(
+        rf"distilled  loss {result.distilled.score.loss:.3f} nats .*{result.alone.score.loss:.3f}.*", figures[0]
+    )
+    assert re.fullmatch(
+        rf"private    loss {result.private.score.loss:.3f} at ε = {result.privacy.epsilon:.2f}, .*", figures[1]
+    )
     assert re.fullmatch(rf"curvature .*{result.curvature.largest_eigenvalue:.3g}.*", figures[2])
     assert figures[4] == f"page:    {done.out / 'report.html'} (open it in a browser)"
 
@@ -101,7 +108,10 @@ def test_the_private_student_spends_its_target_and_the_teacher_has_its_curvature
     assert target is not None
     assert result.privacy.valid and 0.9 * target < result.privacy.epsilon <= target
     found = json.loads((done.out / "teacher" / "curvature" / "curvature.json").read_text())
-    assert found["complete"] and found["kfac"]["metrics"]["model"]["effective_dimension"] == result.curvature.effective_dimension
+    assert (
+        found["complete"]
+        and found["kfac"]["metrics"]["model"]["effective_dimension"] == result.curvature.effective_dimension
+    )
     assert found["ggn"]["extremes"]["largest"] == result.curvature.largest_eigenvalue
     assert list((done.out / "teacher" / "curvature").glob("*.png"))
     page = (done.out / "report.html").read_text(encoding="utf-8")

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import gramian
 from gramian.core.errors import GramianError
 from gramian.taps.hub import hub_of
+from gramian.taps.proof.proof_runs import ProofRuns
 from gramian.taps.proof.prover import Proven, Prover
 from gramian.taps.proof.row_fingerprint import Fingerprint
 from gramian.taps.proof.sample_arguments import SampleArguments
@@ -625,3 +626,43 @@ def test_a_forward_may_use_torch_func(proof: str) -> None:
 
     torch.manual_seed(0)
     assert_exact(Net(differentiates).double(), torch.randn(4, 4, dtype=torch.float64), proof=proof)
+
+
+class AtomicAdditions(torch.autograd.Function):
+    """The identity; its backward rounds otherwise now and then, as atomic additions on a GPU do."""
+
+    draw = random.Random(0)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+        return g * (1 + torch.finfo(g.dtype).eps) if AtomicAdditions.draw.random() < 0.1 else g
+
+
+@pytest.mark.parametrize("coupled", [0.0, 0.01])
+def test_rounding_that_varies_now_and_then_on_a_gpu_is_no_reason_to_refuse(
+    coupled: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs of the batch are equal by chance, a third is not: nothing depends on other samples, unless it does."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(net.first(x))
+        return net.last(AtomicAdditions.apply(h + coupled * h.mean(0)))
+
+    def refused() -> bool:
+        try:
+            norms(Net(forward), torch.randn(8, 4))
+        except GramianError as problem:
+            assert "changes when other samples are replaced" in str(problem)
+            return True
+        return False
+
+    torch.manual_seed(0)
+    AtomicAdditions.draw.seed(0)
+    at_chance = [refused() for _ in range(30)]
+    monkeypatch.setattr(ProofRuns, "on_gpu", True)
+    assert [refused() for _ in range(30)] == [coupled > 0] * 30
+    assert any(at_chance)  # without a look at repetitions

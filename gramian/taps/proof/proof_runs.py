@@ -128,6 +128,11 @@ class ProofRuns:
         """The batch as it is, as the `Source` of a run: sample i is in place i."""
         return range(self._samples.batch)
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the outputs are on a GPU, where atomic additions may give other bits from run to run."""
+        return any(cotangent is not None and cotangent.is_cuda for cotangent in self.cotangents)
+
     def rows_of(self, output: Tensor) -> int:
         """Rows of an output per sample; 0 if its axes do not fit the batch (see `model_outputs.rows_of`)."""
         return rows_of(output, self._samples)

@@ -194,7 +194,7 @@ class Prover:
         if self._private:
             refuse_buffers(base.buffers, run.buffers)
             self._refuse_memory(base, run)
-        change = compare.first_change(base, run, stayed, stayed)
+        change = compare.first_change(base, run, stayed, stayed, repeat=lambda: self.runs.tapped(source))
         if change is not None:
             raise Refuted(
                 f"{change[0]} when other samples are replaced; expected rows that depend on one sample each, those of a sample "

@@ -3,10 +3,11 @@
 A row is what a layer's input, output gradient or the model's output has for one sample. Rows must be equal bit for bit if two
 runs of the same batch are, and if layers have as many rows in both runs. Otherwise (mixtures of experts, ragged rows, atomic
 additions) they may differ by 4 times the difference of two runs of the same batch, or by 64 ε of the tensor's largest value
-(8 ε in half precision), whichever is larger.
+(8 ε in half precision), whichever is larger. On a GPU, where atomic additions change a run now and then, each of two runs that
+differ is repeated up to `REPEATS` times before they are taken to be deterministic.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +19,10 @@ from gramian.taps.proof.row_recorder import Key, disagreement, sketches_of
 from gramian.taps.sites.generic import REPRODUCES
 
 ONE_ROW = "; or a batch axis of 1 where a layer sees no sample: positions of shape [1, T], not [T]"
+REPEATS = 4
+"""Maximum number of repetitions of each of two runs on a GPU; 1 elsewhere, of the first one."""
+Repeat = Callable[[], TappedRun]
+"""Function that makes a run once more, on the same samples."""
 EQUAL = {dtype: 64 * torch.finfo(dtype).eps for dtype in REPRODUCES}
 """Largest relative difference between two runs on the same samples, by dtype: 64 ε."""
 
@@ -32,13 +37,15 @@ class RowComparison:
         """
         self._runs = runs
         self.order = runs.everyone if order is None else order
-        self._repeated: TappedRun | None = None
-        """A second run of the samples in `order`, made when rows first differ in a bit; None before."""
+        self._repeats: list[TappedRun] = []
+        """Further runs of the samples in `order`, the first of which is made when rows first differ in a bit."""
+        self._varies: set[str] = set()
+        """Passes, "forward" or "backward", that were seen to differ between two runs of the same samples."""
 
     @property
     def exact(self) -> bool:
         """True if rows were equal bit for bit in all comparisons so far, except those with `tolerances`."""
-        return not self._repeated
+        return not self._repeats
 
     def first_change(
         self,
@@ -47,6 +54,7 @@ class RowComparison:
         rows: Sequence[int],
         places: Sequence[int],
         tolerances: Mapping[torch.dtype, float] | None = None,
+        repeat: Repeat | None = None,
     ) -> tuple[str, str] | None:
         """Find the first tensor with a row that differs between two runs.
 
@@ -56,6 +64,7 @@ class RowComparison:
             rows: numbers of the rows of `base` that are compared.
             places: numbers of the rows of `run` that they are compared with, in the same order.
             tolerances: largest relative difference by dtype; None: bit for bit, or as two runs of the same batch differ.
+            repeat: makes `run` once more, to see on a GPU whether it is deterministic; None: that is not looked at.
 
         Returns:
             Error text that names layer and tensor, and advice to append (may be empty); None if no row differs.
@@ -72,7 +81,7 @@ class RowComparison:
                 continue
             apart = (one.projections_RK[here] - other.projections_RK[there]).square().mean(1).sqrt()
             relative = None if tolerances is None else _tolerance(tolerances, base)
-            allowed = self._allowed(base, run, key, one) if relative is None else relative * one.largest
+            allowed = self._allowed(base, run, key, one, repeat) if relative is None else relative * one.largest
             numbers = one.finite()[here] | other.finite()[there]  # else neither row is finite
             off = ~equal & ~(apart <= allowed) & numbers
             if bool(off.any()):
@@ -137,22 +146,48 @@ class RowComparison:
         with_gradient = {i for i in runs.row_outputs if runs.cotangents[i] is not None}
         return pairs + [(f"{runs.titles[i]}: the row", *both, i) for i, both in outputs if i in with_gradient]
 
-    def _allowed(self, base: TappedRun, run: TappedRun, key: "Key | int", one: Fingerprint) -> float:
+    def _allowed(
+        self, base: TappedRun, run: TappedRun, key: "Key | int", one: Fingerprint, repeat: Repeat | None = None
+    ) -> float:
         """Largest difference allowed between rows of the tensor `key` (`one` in `base`); −1: they must be equal bit for bit.
 
-        It is −1 if two runs of the same batch are equal bit for bit, and all calls have as many rows in `run` as in `base`. For
-        inputs and outputs it is enough that the two forwards are equal, whatever their backwards are.
+        It is −1 if runs of the same samples are equal bit for bit, and all calls have as many rows in `run` as in `base`. For
+        inputs and outputs it is enough that the forwards are equal, whatever their backwards are.
         """
-        if self._repeated is None:
-            self._repeated = self._runs.tapped(self.order)
-        repeated, forward = self._repeated.rows, isinstance(key, int) or base.sides[key] == "input"
-        sides = [k for k in base.rows if base.sides[k] == "input" or not forward]
-        equal = all(k in repeated and torch.equal(base.rows[k].hashes_R, repeated[k].hashes_R) for k in sides)
-        if equal and sorted(base.calls) == sorted(run.calls):
+        if not self._repeats:
+            self._repeats.append(self._runs.tapped(self.order))
+        direction = "forward" if isinstance(key, int) or base.sides[key] == "input" else "backward"
+        if direction not in self._varies and not self._deterministic(base, run, direction, repeat):
+            self._varies.add(direction)
+        if direction not in self._varies and sorted(base.calls) == sorted(run.calls):
             return -1.0
-        again = self._repeated.outputs[key] if isinstance(key, int) else repeated.get(key)
-        between = 0.0 if again is None else float(one.moved(again).max())
+        repeats = [again.outputs[key] if isinstance(key, int) else again.rows.get(key) for again in self._repeats]
+        between = max((float(one.moved(again).max()) for again in repeats if again is not None), default=0.0)
         return max(4 * between, relative_rounding(one.eps) * one.largest)
+
+    def _deterministic(self, base: TappedRun, run: TappedRun, direction: str, repeat: Repeat | None) -> bool:
+        """Whether repetitions of `base`, and on a GPU of `run` too, are equal to them bit for bit in one direction."""
+        if not all(_same_bits(base, again, direction) for again in self._repeats):
+            return False
+        if repeat is None or not self._runs.on_gpu:
+            return True
+        for _ in range(REPEATS):
+            if not _same_bits(run, repeat(), direction):
+                return False
+            if len(self._repeats) < REPEATS:
+                self._repeats.append(self._runs.tapped(self.order))
+                if not _same_bits(base, self._repeats[-1], direction):
+                    return False
+        return True
+
+
+def _same_bits(run: TappedRun, again: TappedRun, direction: str) -> bool:
+    """Whether two runs have the same bits in all rows of layers; "forward": in those of inputs."""
+    return all(
+        key in again.rows and torch.equal(rows.hashes_R, again.rows[key].hashes_R)
+        for key, rows in run.rows.items()
+        if run.sides[key] == "input" or direction == "backward"
+    )
 
 
 def _sees_no_sample(base: TappedRun, run: TappedRun, key: "Key | int") -> bool:
