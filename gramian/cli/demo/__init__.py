@@ -1,1 +1,1 @@
-"""The demo: a teacher, its cache, and two equal students on the embedded corpus, one distilled and one without a teacher; a private student; the teacher's curvature."""
+"""The demo: a teacher, its cache and curvature, and three students on the embedded corpus: alone, distilled and private."""
