@@ -81,7 +81,7 @@ clean: ## remove the environment, caches and runs/
 $(DEMO_ENV): pyproject.toml constraints.txt
 	@echo "installing gramian into .venv (some minutes the first time)"
 	$(PYTHON) -m venv .venv
-	$(PIP) -e '.[privacy,plot]'
+	$(PIP) -e '.[privacy,plot,hf]'
 	@touch $@
 
 $(TEST_ENV): $(DEMO_ENV) requirements-peers.txt

@@ -1,7 +1,7 @@
 """Panels of training: loss, perplexity and bits per byte, distillation, learning rate, gradient norm, spikes, speed, memory."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from gramian.report.run_data import Line, RunData, number, read_run
 from gramian.report.step_curves import Getter, field, nested, step_panel, timed
 
 LOSS, TEACHING, OPTIMIZER, SPIKES, SPEED = "Loss", "Distillation", "Optimizer", "Spike health", "Speed and memory"
+LAYERS = "Layer health"
 LOSS_SOURCES = ("loss", "validation_loss", "perplexity", "validation_perplexity")
 COMPARED = ("source", "files", "validation_files", "tokenizer", "length", "limit_bytes", "pack")
 """Keys of [data] that teacher and student share if their validation losses can be compared."""
@@ -186,6 +187,14 @@ def _optimizer(panel: Any, runs: Sequence[RunData]) -> Iterable[Panel | None]:
         sources=["clip_share", "sample_norms"],
         note="Steps: among the last ones that the guard looks at. Samples (private runs): of the step's draw.",
     )
+    yield panel(
+        OPTIMIZER,
+        "Gradient noise scale",
+        {"noise scale": field("noise_scale")},
+        axis="windows",
+        log=True,
+        note="Number of windows in a batch above which its gradient is mostly signal: tr Σ / |G|² of their gradients.",
+    )
     yield panel(OPTIMIZER, "Loss scale", {"loss scale": field("scale")}, axis="scale", log=True, sources=["scale"])
 
 
@@ -203,7 +212,37 @@ def clipped_samples(line: Line) -> float | None:
     return sum(counts[len(counts) // 2 :]) / sum(counts)
 
 
+def _over_layers(choose: Callable[[list[float]], float], name: str) -> Getter:
+    """Getter of the largest or smallest value of a name over all layers of a line."""
+
+    def get(line: Line) -> float | None:
+        layers = line.get("layers")
+        facts = (
+            [layer for layer in layers.values() if isinstance(layer, Mapping)] if isinstance(layers, Mapping) else []
+        )
+        values = [value for layer in facts if (value := number(layer.get(name))) is not None]
+        return choose(values) if values else None
+
+    return get
+
+
 def _health(panel: Any) -> Iterable[Panel | None]:
+    yield panel(
+        LAYERS,
+        "Output gradient of layers",
+        {"largest": _over_layers(max, "gradient"), "smallest": _over_layers(min, "gradient")},
+        axis="root mean square",
+        log=True,
+        note="Of a window's own loss; curves that part are gradients that vanish or explode.",
+    )
+    yield panel(
+        LAYERS,
+        "Zeros in the input of layers",
+        {"largest": _over_layers(max, "zeros"), "smallest": _over_layers(min, "zeros")},
+        axis="share",
+        percent=True,
+        note="Units in front of the layer that are exactly 0.",
+    )
     yield panel(
         SPIKES,
         "Channels that fire",

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -157,7 +159,8 @@ def _table(result: Result) -> RenderableType:
 
 def _next(out: Path) -> Iterator[str]:
     """Command lines that the demo suggests to try next."""
+    gramian = "gramian" if shutil.which("gramian") else shlex.join([sys.executable, "-m", "gramian"])
     config, prompt = shlex.quote(str(out / "distilled" / "config.toml")), shlex.quote("import ")
-    yield f"gramian eval {shlex.quote(str(out / 'distilled'))} --prompt {prompt}"
+    yield f"{gramian} eval {shlex.quote(str(out / 'distilled'))} --prompt {prompt}"
     for name, override in (("warm", "teacher.temperature=4"), ("goose", "model.kind=goose")):
-        yield f"gramian train {config} run.folder={shlex.quote(str(out / name))} {override}"
+        yield f"{gramian} train {config} run.folder={shlex.quote(str(out / name))} {override}"

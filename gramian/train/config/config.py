@@ -25,8 +25,8 @@ from gramian.train.config import config_checks
 from gramian.train.config import config_sections as sections
 
 RUN_ONLY = (
-    ("run", "folder"), ("run", "log_every"), ("run", "tensorboard"), ("run", "wandb"), ("run", "report"),
-    ("data", "workers"), ("data", "prefetch"), ("checkpoint", "snapshots"), ("doctor", "overfit_steps"),
+    ("run", "folder"), ("run", "log_every"), ("run", "observe_every"), ("run", "tensorboard"), ("run", "wandb"),
+    ("run", "report"), ("data", "workers"), ("data", "prefetch"), ("checkpoint", "snapshots"), ("doctor", "overfit_steps"),
     ("doctor", "overfit_windows"), ("teacher", "cache"), ("teacher", "strategy"), ("teacher", "correlation"),
     ("eval", "dead"), ("eval", "saturated"),
 )  # fmt: skip
@@ -73,7 +73,7 @@ class Config:
         config_checks.check_data(self.data, self.model)
         config_checks.check_run(self.run, self.schedule, self.optimizer)
         if self.privacy is not None:
-            config_checks.check_privacy(self.privacy, self.data)
+            config_checks.check_privacy(self.privacy, self.data, self.run)
         if self.kfac is not None:
             config_checks.check_kfac(self.kfac, self.privacy)
         if self.teacher is not None:

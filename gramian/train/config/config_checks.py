@@ -32,6 +32,10 @@ def check_run(
     """Raise unless run.folder is set, warm-up is shorter than the run, and schedule.floor is at most the peak learning rate."""
     if not run.folder:
         raise GramianError("run.folder: is empty; expected a folder")
+    if run.observe_every % run.log_every:
+        raise GramianError(
+            f"run.observe_every: expected 0, or a multiple of run.log_every ({run.log_every}), got {run.observe_every}"
+        )
     if schedule.warmup >= run.steps:
         raise GramianError(f"schedule.warmup: expected less than run.steps ({run.steps}), got {schedule.warmup}")
     if schedule.floor > optimizer.lr:
@@ -73,7 +77,7 @@ def check_kfac(kfac: sections.KFACSection, privacy: sections.PrivacySection | No
         )
 
 
-def check_privacy(privacy: sections.PrivacySection, data: DataSection) -> None:
+def check_privacy(privacy: sections.PrivacySection, data: DataSection, run: sections.RunSection) -> None:
     """Raise unless exactly one of noise_multiplier and target_epsilon is given, and privacy.proof is valid.
 
     Also raises if decisions = "public_validation" and the validation data is a part of the private data.
@@ -81,6 +85,8 @@ def check_privacy(privacy: sections.PrivacySection, data: DataSection) -> None:
     if (privacy.noise_multiplier is None) == (privacy.target_epsilon is None):
         raise GramianError("privacy.noise_multiplier: expected either it or privacy.target_epsilon")
     check_proof(privacy.proof, "privacy.proof")
+    if run.observe_every:
+        raise GramianError("run.observe_every: gradients of private windows would have no noise; expected 0")
     if privacy.decisions == "public_validation" and data.source != "embedded" and not data.validation_files:
         raise GramianError(
             "privacy.decisions: validation data is a part of the private data; expected data.validation_files with "

@@ -27,6 +27,8 @@ class RunSection:
     """Use deterministic kernels only, so that a resumed run repeats itself bit for bit."""
     log_every: Count = 10
     """Steps between lines of metrics.jsonl."""
+    observe_every: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Steps between measurements of the gradient noise scale and the health of every layer, by one more backward; 0: none."""
     tensorboard: bool = False
     """Also log metrics to TensorBoard."""
     wandb: bool = False

@@ -19,6 +19,7 @@ from gramian.train.build.remarks import remarks
 from gramian.train.build.run_parts import Parts
 from gramian.train.loop.deferred_metrics import DeferredMetrics, StepAttempt, StepOutcome
 from gramian.train.loop.evaluate import evaluate, health_of, weights_are_finite
+from gramian.train.loop.gradient_statistics import GradientStatistics, problems_of
 from gramian.train.loop.guard import Advice, Guard, Observation, Rollback, Stop
 from gramian.train.loop.interrupts import Interrupts
 from gramian.train.loop.nonfinite_replay import first_nonfinite
@@ -76,6 +77,7 @@ class Trainer:
         self.log = RunLog(parts, folder.path, self.record, self.meter, lambda: self.progress, on_event)
         self.saver = RunSaver(parts, folder.checkpoints, self._judged_facts, self.log.event)
         self._batches: Iterator[Any] = iter(())
+        self._statistics = GradientStatistics(parts) if self.config.run.observe_every else None
         self._flagged = False
         self._deaths = 0
         decisions = "raw" if self.config.privacy is None else self.config.privacy.decisions
@@ -182,6 +184,8 @@ class Trainer:
             batch = self._next_batch()
         stepper, progress, rate = self.parts.stepper, self.progress, self._rate()
         stepper.begin(progress.step)
+        if self._statistics is not None and (progress.step + 1) % self.config.run.observe_every == 0:
+            self._observe(self._statistics, batch)
         try:
             taken = stepper.take(batch, rate, flag)
             if self.config.privacy is not None and not taken.stepped:
@@ -196,6 +200,18 @@ class Trainer:
         )
         self.deferred.add(attempt, taken.values)
         self.progress = progress.after(batch.position, taken.stepped)
+
+    def _observe(self, statistics: GradientStatistics, batch: Any) -> None:
+        """Measure noise scale and layer health on a step's batch, for its line of metrics; a refusal ends the measurements."""
+        try:
+            numbers = statistics.measure(batch)
+        except GramianError as problem:
+            self._statistics = None
+            self.log.event({"event": "not_observed", "text": f"noise scale and layer health: {problem}"})
+            return
+        self.log.observed[self.progress.attempt] = numbers
+        if problems := problems_of(numbers["layers"]):
+            self.log.event({"event": "unhealthy", "problems": problems})
 
     def _next_batch(self) -> Any:
         """Return the next batch of the run; data workers that died are started again, up to `DEATHS` times."""

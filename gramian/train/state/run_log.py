@@ -73,6 +73,8 @@ class RunLog:
         self._clock_at_eval = self._started
         self.clipped: deque[bool] = deque(maxlen=parts.config.guard.window)
         """Whether each of the last gradients was clipped."""
+        self.observed: dict[int, dict[str, Any]] = {}
+        """{attempt: further numbers of its step}, until its line is written."""
         self._advised: str | None = None
         self._planned = False
         self._trackers: list[Tracker] = []
@@ -129,6 +131,7 @@ class RunLog:
         config, attempt = self._config, outcome.attempt
         limit = config.optimizer.max_norm
         self.clipped.append(bool(limit) and outcome.grad_norm > limit and config.privacy is None)
+        observed = self.observed.pop(attempt.number, {})
         if not self._writes or (attempt.step + 1) % config.run.log_every:
             return
         line: dict[str, Any] = {
@@ -142,6 +145,7 @@ class RunLog:
             "scale": attempt.scale,
             "tokens": self._progress().tokens,
             **self._parts.stepper.metrics(outcome),
+            **observed,
         }
         if config.privacy is not None:
             line["not_covered_by_epsilon"] = [name for name in NOT_COVERED if name in line]
