@@ -102,6 +102,10 @@ def _train(config: Config, grid: ProcessGrid, folder: RunFolder) -> int:
     if ended.reason == "stopped":
         raise RunFailed(ended.report + progress.validity(trainer))
     progress.end(trainer, ended.reason)
+    if parts.stepper.stopwatch.on:  # GRAMIAN_PROFILE=1
+        from gramian.cli.verify_report import time_table
+
+        console.print(time_table(parts.stepper.stopwatch.report(), False, "time of the parts of the last steps"))
     return 0
 
 

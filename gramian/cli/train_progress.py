@@ -21,6 +21,7 @@ EVENT_LINES = {
     "fewer_snapshots": "{plan}",
     "advice": "{text}",
     "remark": "{text}",
+    "not_observed": "{text}",
     "data_starved": "{text}",
     "temperature_stuck": "{text}",
     "features_off": "{text}",

@@ -84,10 +84,10 @@ def _comparison_table(outcome: VerifyOutcome) -> RenderableType:
     return table
 
 
-def time_table(report: Sequence[Mapping[str, Any]], verbose: bool) -> RenderableType:
-    """Table of mean times of the private steps: a row per phase and algorithm, with `verbose` also per parameter."""
+def time_table(report: Sequence[Mapping[str, Any]], verbose: bool, title: str) -> RenderableType:
+    """Table of mean times of steps: a row per phase and algorithm, with `verbose` also per parameter."""
     headings = ("phase", *["parameter"] * verbose, "way", ">calls", ">total ms", ">ms a call")
-    table = make_table(*headings, title="time of the private steps")
+    table = make_table(*headings, title=title)
     sums: dict[tuple[str, ...], tuple[int, float]] = {}
     for line in report:
         key = (line["phase"], *[line["what"]] * verbose, line["way"])

@@ -66,7 +66,7 @@ def test_parsing_loads_neither_rich_nor_the_model() -> None:
         (["verify", "clipping", "--use-fsdp"], "--fsdp (verify, profile), or parallel.strategy=fsdp2 (train)"),
         (["train", "run.toml", "--use_fsdp"], "--fsdp (verify, profile), or parallel.strategy=fsdp2 (train)"),
         (["profile", "clipping", "--use-flash=1"], "privacy.clipping=auto"),
-        (["verify", "clipping", "--enable-profiling"], "--profile (verify), gramian profile, or GRAMIAN_PROFILE=1"),
+        (["verify", "clipping", "--enable-profiling"], "--profile (verify), gramian profile, GRAMIAN_PROFILE=1"),
         (["train", "run.toml", "--gpus", "1", "--steps", "1000"], "torchrun --nproc-per-node=N"),
         (["train", "run.toml", "--steps", "1000"], "run.steps=…"),
         (["train", "run.toml", "--eval-interval", "300"], "eval.every=…"),

@@ -1,6 +1,7 @@
 """The same run on any number of processes, in any number of micro-batches."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from gramian.cli import main
 from gramian.data import load_windows
 from gramian.data.window_order import windows_at
 from gramian.models.gpt import GPT, GPTConfig
@@ -123,3 +125,21 @@ def test_the_loop_is_what_a_hand_written_one_does(tmp_path: Path) -> None:
         assert line["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
         assert line["perplexity"] == pytest.approx(math.exp(line["loss"]))
     assert len(lines) == 40
+
+
+@pytest.mark.parametrize("sections", [{}, {"privacy": PRIVATE}], ids=["plain", "private"])
+def test_a_profile_is_printed_at_the_end_and_changes_no_number(
+    sections: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for profiled in ("0", "1"):
+        monkeypatch.setenv("GRAMIAN_PROFILE", profiled)
+        path = tmp_path / f"{profiled}.toml"
+        path.write_text(small(tmp_path / profiled, run={"steps": 6}, eval={"every": 3}, **sections).toml())
+        assert main(["train", str(path)]) == 0
+        printed = capsys.readouterr().out
+        assert ("time of the parts" in printed) == (profiled == "1")
+    phases = ("data", "evaluation", "backward", *(("norm", "noise") if sections else ("forward", "clip", "optimizer")))
+    for phase in phases:
+        row = re.search(rf"^ *{phase}\b.* (\d+) +[\d,.]+ +[\d.]+", printed, re.M)
+        assert row is not None and int(row[1]) >= (2 if phase == "evaluation" else 6), phase
+    assert losses(tmp_path / "0") == losses(tmp_path / "1")

@@ -17,6 +17,7 @@ from gramian.curvature import KFACNaturalGradient
 from gramian.data import StepBatch
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.parallel.wrap_data_parallel import gradient_sync
+from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.train.loop.precision import Precision
 from gramian.train.loop.stepper import Stepper, TakenStep, seed_all, terms_and_ids
 
@@ -49,7 +50,7 @@ class PlainStepper(Stepper):
     ) -> None:
         self.module, self.optimizer, self.numbers, self.grid = module, optimizer, numbers, grid
         self.max_norm, self.kfac, self.captured = max_norm, kfac, module
-        self.scaler = numbers.scaler()
+        self.scaler, self.stopwatch = numbers.scaler(), Stopwatch()
         self._seed = seed
 
     def take(self, batch: StepBatch, rate: float, flag: bool = False) -> TakenStep:
@@ -63,8 +64,10 @@ class PlainStepper(Stepper):
         if self.scaler is not None:
             scale = self.scaler.get_scale()
             self.scaler.unscale_(self.optimizer)
-        norm = self._clip()
-        stepped = self._step()
+        with self._timed("clip"):
+            norm = self._clip()
+        with self._timed("optimizer"):
+            stepped = self._step()
         learned = self._learn(sums, scale, stepped)
         sums = self.grid.sum_(torch.cat([sums[:1], torch.full_like(sums[:1], flag), sums[1:]]))
         own = torch.stack([torch.full_like(norm, batch.tokens), norm])
@@ -86,15 +89,19 @@ class PlainStepper(Stepper):
                     capture.next(**terms_and_ids(batch, i))
                 more = self._arguments(micro)
                 with gradient_sync(self.module, last=i == len(batch.micro) - 1):
-                    with self.numbers.autocast():
+                    with self.numbers.autocast(), self._timed("forward"):
                         loss, values = self.module(
                             micro["tokens"], micro["targets"], coefficient, micro.get("documents"), **more
                         )
                     if i + 1 < len(batch.micro):
                         self._announce(batch.micro[i + 1])
-                    (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+                    with self._timed("backward"):
+                        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
                 total = total + values.reshape(-1)
         return total
+
+    def _timed(self, phase: str) -> AbstractContextManager[Any]:
+        return self.stopwatch.time(phase, cuda=self.grid.device.type == "cuda")
 
     def _observed(self, batch: StepBatch, coefficient: float) -> AbstractContextManager[Any]:
         """Context manager that captures this process's gradients for K-FAC before they are averaged; empty without K-FAC."""

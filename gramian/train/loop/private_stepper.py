@@ -72,6 +72,7 @@ class PrivateStepper(Stepper):
             insecure_reproducible=options.insecure_reproducible,
             seed=config.run.seed if options.insecure_reproducible else None,
         )
+        self.stopwatch = self.engine.stopwatch
         loader: DataLoader[Any] = DataLoader(
             windows,
             batch_size=max(1, data.batch // grid.size),

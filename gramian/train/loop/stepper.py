@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 from gramian.curvature import KFACNaturalGradient
 from gramian.data import StepBatch
 from gramian.parallel.process_grid import ProcessGrid
+from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.train.loop.deferred_metrics import StepOutcome
 from gramian.train.loop.objective import IGNORED
 from gramian.train.loop.precision import Precision
@@ -48,6 +49,8 @@ class Stepper:
     grid: ProcessGrid
     scaler: torch.amp.GradScaler | None
     kfac: KFACNaturalGradient | None
+    stopwatch: Stopwatch
+    """Times of the parts of a step; recorded if the environment has GRAMIAN_PROFILE=1."""
     captured: nn.Module
     """The module whose backward passes K-FAC observes."""
     extra: tuple[str, ...] = ()

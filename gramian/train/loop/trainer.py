@@ -180,7 +180,7 @@ class Trainer:
 
     def _attempt(self, flag: bool) -> None:
         """Take one optimizer step on the next batch; its metrics are read later. `flag`: this process was asked to end."""
-        with self.meter.wait():
+        with self.meter.wait(), self.parts.stepper.stopwatch.time("data"):
             batch = self._next_batch()
         stepper, progress, rate = self.parts.stepper, self.progress, self._rate()
         stepper.begin(progress.step)
@@ -288,8 +288,9 @@ class Trainer:
             return 0.0, False
         self.progress = replace(self.progress, evaluated=self.step)
         started = time.perf_counter()
-        measured = evaluate(self.parts, self.config.eval.windows)
-        numbers, wrong = health_of(self.parts)
+        with self.parts.stepper.stopwatch.time("evaluation"):
+            measured = evaluate(self.parts, self.config.eval.windows)
+            numbers, wrong = health_of(self.parts)
         self.log.evaluation(measured, numbers, time.perf_counter() - started)
         if wrong and not self.progress.unhealthy:  # reported again if it was well in between
             self.log.event({"event": "unhealthy", "problems": wrong})
