@@ -1,7 +1,6 @@
 """Private training on CUDA: the loop's sums, the same bits twice, the CPU's noise, autocast, compile, NCCL with one process."""
 
 import copy
-import os
 import warnings
 
 import pytest
@@ -193,8 +192,7 @@ def test_normals_are_the_same_on_both_devices():
 
 @pytest.fixture
 def nccl():
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
-    dist.init_process_group("nccl", rank=0, world_size=1)
+    dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())  # no port that another worker has
     yield
     dist.destroy_process_group()
 
