@@ -162,4 +162,5 @@ def _text(arguments: argparse.Namespace, config: Config, model: Any) -> str:
         raise GramianError("argument --prompt: is empty; expected some text to continue")
     tokens_T = generate_text_tokens(model, prompt, arguments.tokens, arguments.temperature, arguments.seed)
     # A padded head has ids that the tokenizer lacks; a model that has learnt anything never draws them.
-    return tokenizer.decode([token for token in tokens_T.tolist() if token < tokenizer.vocabulary])
+    text = tokenizer.decode([token for token in tokens_T.tolist() if token < tokenizer.vocabulary])
+    return "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in text)  # no escape sequence for a terminal

@@ -124,7 +124,12 @@ def _clipping(arguments: argparse.Namespace) -> _Suite:
         lambda grid: clipping_matrix.plan(grid, stopwatch=stopwatch),
         lambda grid: f"Clipping on {_machine(grid)} against a float64 loop of single samples on the CPU",
         "Errors: norm of the difference over the norms of the clipped gradients that are added up, per parameter.",
-        lambda grid, console: ([] if stopwatch is None else [time_table(stopwatch.report(), arguments.verbose, "time of the private steps")], ""),
+        lambda grid, console: (
+            []
+            if stopwatch is None
+            else [time_table(stopwatch.report(), arguments.verbose, "time of the private steps")],
+            "",
+        ),
     )
 
 

@@ -95,6 +95,7 @@ def runs_of(plan: DemoPlan, out: Path) -> DemoRuns:
         _config(plan, out / "private", plan.student, plan.private_steps, privacy=plan.privacy),
         data=replace(plan.data, batch=plan.private_batch, micro_batch=plan.private_batch),
         optimizer=plan.private_optimizer,
+        eval=EvalSection(every=max(1, plan.private_steps // 3)),
     )
     return DemoRuns(teacher, distilled, alone, private)
 
