@@ -32,7 +32,7 @@ COMMANDS = {
 """
 
 OLD_FLAGS = {
-    "--enable-profiling": "--profile (verify), gramian profile, GRAMIAN_PROFILE=1 gramian train, or engine.stopwatch in a script",
+    "--enable-profiling": "--profile (verify), gramian profile, GRAMIAN_PROFILE=1 gramian train, or engine.stopwatch",
     "--gpus": "torchrun --nproc-per-node=N -m gramian ..., or --gpus of gramian plan",
     "--use-flash": "privacy.clipping=auto, which needs no flag: every way of clipping is exact",
     "--use-fsdp": "--fsdp (verify, profile), or parallel.strategy=fsdp2 (train)",
