@@ -124,7 +124,11 @@ def private(folder: Path, **sections: dict[str, Any]) -> Path:
 def distilled(folder: Path, teacher: Path) -> Path:
     """A spiking student of another run."""
     more = {"kl": 0.5, "ce": 2.0, "agreement": 0.4, "correlation": 0.8, "temperature": 2.0, "feature_loss": 0.0}
-    more |= {"teacher_entropy": 1.5, "student_entropy": 1.7}
+    more |= {"teacher_entropy": 1.5, "student_entropy": 1.7, "noise_scale": 40.0}
+    more["layers"] = {
+        "fc": {"input": 1.0, "zeros": 0.1, "gradient": 0.2},
+        "embedding": {"zeros": None, "gradient": 0.02},
+    }
     spikes = {"spikes": {"firing": 0.4, "dead": 0.02, "saturated": 0.0, "entropy": 0.7}, "teacher_cka": 0.6}
     lines = [step_line(step, step - 1, **more) for step in range(1, 31)] + [eval_line(30, 29, **spikes)]
     return write_run(folder, lines, None, None, teacher={"path": str(teacher)}, model={"kind": "goose"})

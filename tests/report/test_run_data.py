@@ -39,11 +39,22 @@ def test_a_missing_file_leaves_out_what_it_had(tmp_path: Path, file: str) -> Non
     assert page.problems == [] and all(panel.rows for panel in page.panels)
 
 
-VALUES = (None, True, "text", -1, 1e400, [], {}, [{"a": 1}], {"firing": "x", "counts": ["a"], "clip_norm": None})
+VALUES = (
+    None,
+    True,
+    "text",
+    -1,
+    1e400,
+    [],
+    {},
+    [{"a": 1}],
+    {"a": {"zeros": "x"}},
+    {"firing": "x", "counts": ["a"], "clip_norm": None},
+)
 
 
 @pytest.mark.parametrize(
-    "name", ("step", "attempt", "loss", "time", "spikes", "sample_norms", "not_covered_by_epsilon")
+    "name", ("step", "attempt", "loss", "time", "spikes", "layers", "sample_norms", "not_covered_by_epsilon")
 )
 def test_values_of_any_type_are_survived(tmp_path: Path, name: str) -> None:
     lines = [{**run_folders.step_line(i + 1, i), name: value} for i, value in enumerate(VALUES)]
