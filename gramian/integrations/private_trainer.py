@@ -26,7 +26,7 @@ from gramian.privacy.engine import PrivacyEngine
 from gramian.privacy.noise.secrets import load_private, save_private
 from gramian.privacy.sampling.dataset_fingerprint import preserved_generators
 from gramian.privacy.sampling.poisson import Piece
-from gramian.privacy.sampling.private_loader import PrivateLoader
+from gramian.privacy.sampling.private_loader import PrivateLoader, loading_options
 
 STATE = "_privacy_engine.pt"
 """File of the engine's state in a checkpoint folder, of mode 0600: it has the key of the noise."""
@@ -126,17 +126,7 @@ class PrivateLoop:
         if isinstance(made.dataset, IterableDataset):
             raise GramianError("train_dataset: is an IterableDataset; expected one with a length, for Poisson draws")
         shares = self.args.gradient_accumulation_steps
-        self._plain = DataLoader(
-            made.dataset,
-            batch_size=self._train_batch_size * shares,
-            collate_fn=made.collate_fn,
-            num_workers=made.num_workers,
-            pin_memory=made.pin_memory,
-            worker_init_fn=made.worker_init_fn,
-            multiprocessing_context=made.multiprocessing_context,
-            prefetch_factor=made.prefetch_factor,
-            persistent_workers=made.persistent_workers,
-        )
+        self._plain = DataLoader(made.dataset, self._train_batch_size * shares, **loading_options(made))
         draws = max(1, round(len(made.dataset) / self._expected_batch()))
         each = self._train_batch_size * self.args.world_size
         return DataLoader(Numbers(draws * shares * each), batch_size=each)

@@ -68,20 +68,7 @@ class PrivateLoader(DataLoader[Any]):
         self._empty: Any = None
         self._last: tuple[Piece, Any] = (Piece(-1, 0, True, []), None)
         """The piece (micro-batch) that was yielded last, and its batch."""
-        super().__init__(
-            loader.dataset,
-            batch_sampler=self._batches,
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            generator=loader.generator,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
-            pin_memory_device=loader.pin_memory_device,
-        )
+        super().__init__(loader.dataset, batch_sampler=self._batches, **loading_options(loader))
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield the batches of an epoch in order; a micro-batch without records is a batch of zero rows."""
@@ -198,3 +185,12 @@ def _records_of(loader: DataLoader[Any]) -> int:
     if loader.batch_sampler is None:
         raise GramianError("data_loader: batch_size=None switches batching off; expected a batch size")
     return len(dataset)
+
+
+def loading_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Keyword arguments of a DataLoader that say how it loads, with which workers and collation, and not which records."""
+    names = (
+        "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
+        "prefetch_factor", "persistent_workers", "pin_memory_device",
+    )  # fmt: skip
+    return {name: getattr(loader, name) for name in names}
