@@ -1,0 +1,217 @@
+"""Run a fuzzed case in this process through the command line's `main`, and say what came of it.
+
+``python -m tests.cli.fuzz_judge 17 18`` runs two cases and prints them; ``--count 1000`` after a seed that many from it on.
+"""
+
+import contextlib
+import functools
+import io
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from stat import S_ISREG
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from gramian.cli import main
+from tests.cli.fuzzed import CONFIG, TINY, Case, case
+
+PATIENCE, SOON, MEMORY = 60, 1.0, 2 << 30
+"""Seconds after which a case hangs, and after which Ctrl-C ends a long one; bytes that a case may allocate."""
+RAW = re.compile(r"\b(KeyError|AttributeError|TypeError|IndexError|AssertionError|ValueError|UnicodeDecodeError)\b")
+"""What no line for a user has."""
+
+
+class Hang(BaseException):
+    """A case that did not end."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a case; `fault` is empty if it ended as it should."""
+
+    case: Case
+    status: int | None
+    line: str
+    fault: str = ""
+
+    @property
+    def kind(self) -> str:
+        return self.fault.partition(":")[0] or ("ok", "failed", "refused")[self.status or 0]
+
+    def __str__(self) -> str:
+        return f"{self.fault or self.kind}\n{self.case}\n  {self.status}: {self.line}"
+
+
+@functools.cache
+def world() -> Path:
+    """A folder of files that cases read: texts, a finished run, and some of each wrong kind."""
+    folder = Path(tempfile.mkdtemp(prefix="fuzz"))
+    book = "".join(f"line {number} of a book\n" for number in range(200))
+    (folder / "texts").mkdir()
+    for path in (folder / "book.txt", folder / "texts" / "one.txt"):
+        path.write_text(book)
+    (folder / "lines.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in book.splitlines()))
+    np.save(folder / "ids.npy", np.arange(2000, dtype=np.uint16) % 250)
+    (folder / "ids.json").write_text(json.dumps({"vocabulary": 256, "end": 0}))
+    (folder / "empty").mkdir()
+    (folder / "empty.txt").touch()
+    (folder / "binary.bin").write_bytes(bytes(range(256)) * 8)
+    (folder / "latin.txt").write_bytes("füße\n".encode("latin-1") * 99)
+    (folder / "bad.npy").write_bytes(b"\x93NUMPY\x01\x00junk")
+    (folder / "odd.jsonl").write_text('{"text": 1}\n[]\n')
+    (folder / "half.json").write_text('{"a": ')
+    (folder / "loop").symlink_to("loop")
+    with _inside(folder) as errors:
+        if main(["train", *_written(folder)]) != 0:
+            raise RuntimeError(errors())
+    return folder
+
+
+def _written(folder: Path) -> list[str]:
+    import tomli_w
+
+    (folder.parent / f"{folder.name}.toml").write_text(tomli_w.dumps(TINY).replace("w/", f"{folder}/"))
+    return [str(folder.parent / f"{folder.name}.toml"), f"run.folder={folder / 'run'}"]
+
+
+@contextlib.contextmanager
+def _inside(folder: Path) -> Iterator[Callable[[], str]]:
+    """Standard output and error as a process has them, in a folder; torch's settings as before."""
+    before = Path.cwd(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace"))
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), patch.dict(os.environ, COLUMNS="80"):
+            yield lambda: _content(err)
+    finally:
+        os.chdir(before[0])
+        torch.use_deterministic_algorithms(before[1])
+        torch.set_float32_matmul_precision(before[2])
+
+
+def _content(stream: io.TextIOWrapper) -> str:
+    stream.flush()
+    assert isinstance(stream.buffer, io.BytesIO)
+    return stream.buffer.getvalue().decode()
+
+
+@contextlib.contextmanager
+def _limited(long: bool) -> Iterator[None]:
+    """Little memory; Ctrl-C soon in a long run, and `Hang` after `PATIENCE` seconds in any."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    state = {"asked": not long}
+
+    def ring(*_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+        if state["asked"]:
+            raise Hang
+        state["asked"] = True
+        os.kill(os.getpid(), signal.SIGINT)
+
+    handlers = signal.signal(signal.SIGALRM, ring), signal.signal(signal.SIGINT, signal.default_int_handler)
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, limits[1]))
+    signal.setitimer(signal.ITIMER_REAL, SOON if long else PATIENCE)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        signal.signal(signal.SIGALRM, handlers[0])
+        signal.signal(signal.SIGINT, handlers[1])
+
+
+def listing(folder: Path) -> set[tuple[str, int]]:
+    """Names and times of change of all files below a folder."""
+    found = {(str(path.relative_to(folder)), path.lstat()) for path in folder.rglob("*")}
+    return {(name, stat.st_mtime_ns if S_ISREG(stat.st_mode) else 0) for name, stat in found}
+
+
+def judge(one: Case) -> Outcome:
+    """Run a case in a new folder with a copy of the `world`."""
+    files = world()
+    with tempfile.TemporaryDirectory(prefix="case") as name:
+        folder = Path(name)
+        shutil.copytree(files, folder / "w", symlinks=True)
+        if one.config is not None:
+            (folder / CONFIG).write_bytes(one.config)
+        before = listing(folder)
+        with _inside(folder) as errors, warnings.catch_warnings(record=True) as warned:
+            status, crash = _status(one)
+        text = errors()
+        changed = sorted(path for path, _ in listing(folder) ^ before)
+        return Outcome(one, status, text.strip(), crash or _fault(one, status, text, changed, len(warned)))
+
+
+def _status(one: Case) -> tuple[int | None, str]:
+    try:
+        with _limited(one.long), patch("gramian.analysis.plots.available", lambda: False):
+            return main(list(one.argv)), ""
+    except Hang:
+        return None, f"hang: {traceback.format_exc(limit=-6)}"
+    except BaseException as problem:
+        return None, f"traceback: {type(problem).__name__}: {str(problem)[:200]}\n{traceback.format_exc(limit=-6)}"
+
+
+def _fault(one: Case, status: int | None, text: str, changed: list[str], warned: int) -> str:
+    """What is wrong with an end; empty if nothing is."""
+    if status == 0:
+        return "accepted: must be refused" if one.refused else ("traceback: printed" if "Traceback" in text else "")
+    line = text.strip()
+    if text.count("\n") != 1 or not line.startswith("gramian: "):
+        return f"lines: {text.count(chr(10))}"
+    if len(line) > 1000:
+        return f"lines: {len(line)} characters"
+    if not line.isprintable():
+        return "lines: control characters"
+    if RAW.search(line):
+        return "raw: text of an exception"
+    if status == 1:
+        return "code: 1 for what must be refused" if one.refused else ""
+    if "expected" not in line and "did you mean" not in line:
+        return "unclear: nothing is expected"
+    if one.names and not any(name in line for name in one.names):
+        return f"field: {one.names} not named"
+    return f"changed: {changed[:5]}" if changed else ""
+
+
+def run(seeds: range | list[int], log: Path | None = None) -> list[Outcome]:
+    """Judge the cases of some seeds; faults are appended to the log as they are found."""
+    found = []
+    for seed in seeds:
+        found.append(judge(case(seed)))
+        if log is not None and found[-1].fault:
+            with log.open("a") as file:
+                file.write(f"{found[-1]}\n\n")
+    return found
+
+
+def tally(found: list[Outcome]) -> str:
+    """Counts of the outcomes, on one line."""
+    return ", ".join(f"{count} {kind}" for kind, count in Counter(one.kind for one in found).most_common())
+
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:]
+    if "--count" in arguments:
+        first, count = int(arguments[0]), int(arguments[2])
+        for begin in range(first, first + count, 250):
+            results = run(range(begin, min(begin + 250, first + count)), Path(f"/tmp/fuzz/faults-{first}.log"))
+            print(begin, tally(results), flush=True)
+    else:
+        for seed in arguments:
+            print(judge(case(int(seed))))
