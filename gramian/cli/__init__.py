@@ -4,6 +4,7 @@ Exit codes: 0 success, 1 the check or the run failed, 2 bad input. Failures and 
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -37,6 +38,14 @@ OLD_FLAGS = {
     "--use-fsdp": "--fsdp (verify, profile), or parallel.strategy=fsdp2 (train)",
 }
 """{flag of the programs that these ideas come from: what it is here}."""
+REWORDED = {
+    r"invalid choice: (.*) \(choose from (.*)\)": r"\1 is unknown; expected \2",
+    r"invalid int value: (.*)": r"got \1; expected an integer",
+    r"invalid float value: (.*)": r"got \1; expected a number",
+}
+"""{pattern in a message of argparse: what it is here}."""
+LONGEST_WORD = 300
+"""Number of characters from which on a word of an error, such as a value that it quotes, is shortened."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,6 +54,8 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         missing = message.removeprefix("the following arguments are required: ")
         if missing == message:
+            for theirs, ours in REWORDED.items():
+                message = re.sub(theirs, ours, message)
             raise GramianError(message)
         first = missing.partition(", ")[0]  # argparse also names those that may be left out
         raise GramianError(f"{first}: none given; expected {self.format_usage().removeprefix('usage: ')}")
@@ -75,6 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     """Parse `argv`; the result's `run` is the command, a function from the arguments to the exit code."""
+    for before, word in zip(["", *argv], argv, strict=False):
+        if "\0" in word or word.encode(errors="replace").decode() != word:
+            name = before if before.startswith("--") else ascii(word)
+            raise GramianError(f"argument {name}: is not text; expected UTF-8 without zero bytes")
     description = "Curvature, privacy and health of training from one capture."
     parser = _Parser(prog="gramian", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"gramian {VERSION}")
@@ -104,5 +119,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _complain(problem: object, status: int) -> int:
-    print(f"gramian: {' '.join(str(problem).split())}", file=sys.stderr)
+    """Print a problem as one line, with control characters escaped and very long words shortened; returns `status`."""
+    line = " ".join(str(problem).split())
+    line = re.sub(rf"\S{{{LONGEST_WORD},}}", lambda word: f"{word[0][:100]}…{word[0][-20:]}", line)
+    shown = "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in line)
+    print(f"gramian: {shown}", file=sys.stderr)
     return status

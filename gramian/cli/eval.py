@@ -42,8 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the perplexity of a run's model, or with --prompt a text that it generates. Returns the exit code."""
-    if arguments.prompt is not None and arguments.prompt.encode(errors="replace").decode() != arguments.prompt:
-        raise GramianError("argument --prompt: is not UTF-8; expected text")
     for name in ("windows", "stride", "json"):
         if arguments.prompt is not None and getattr(arguments, name) is not None:
             raise GramianError(f"argument --{name}: is an option of the perplexity; expected it without --prompt")

@@ -24,6 +24,7 @@ from stat import S_ISREG
 from unittest.mock import patch
 
 import numpy as np
+import tomli_w
 import torch
 
 from gramian.cli import main
@@ -59,14 +60,14 @@ class Outcome:
 @functools.cache
 def world() -> Path:
     """A folder of files that cases read: texts, a finished run, and some of each wrong kind."""
-    folder = Path(tempfile.mkdtemp(prefix="fuzz"))
+    folder = Path(tempfile.mkdtemp(prefix="fuzz")) / "w"
     book = "".join(f"line {number} of a book\n" for number in range(200))
-    (folder / "texts").mkdir()
+    (folder / "texts").mkdir(parents=True)
     for path in (folder / "book.txt", folder / "texts" / "one.txt"):
         path.write_text(book)
     (folder / "lines.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in book.splitlines()))
     np.save(folder / "ids.npy", np.arange(2000, dtype=np.uint16) % 250)
-    (folder / "ids.json").write_text(json.dumps({"vocabulary": 256, "end": 0}))
+    (folder / "ids.json").write_text(json.dumps({"dtype": "uint16", "vocabulary": 256, "end": 0}))
     (folder / "empty").mkdir()
     (folder / "empty.txt").touch()
     (folder / "binary.bin").write_bytes(bytes(range(256)) * 8)
@@ -75,17 +76,13 @@ def world() -> Path:
     (folder / "odd.jsonl").write_text('{"text": 1}\n[]\n')
     (folder / "half.json").write_text('{"a": ')
     (folder / "loop").symlink_to("loop")
-    with _inside(folder) as errors:
-        if main(["train", *_written(folder)]) != 0:
-            raise RuntimeError(errors())
+    (folder.parent / CONFIG).write_text(tomli_w.dumps(TINY))
+    cache = ["teacher.path=w/run", "teacher.source=hidden", "teacher.cache=w/cache"]
+    with _inside(folder.parent) as errors:
+        for argv in (["train", CONFIG, "run.folder=w/run"], ["cache", CONFIG, *cache]):
+            if main(argv) != 0:
+                raise RuntimeError(errors())
     return folder
-
-
-def _written(folder: Path) -> list[str]:
-    import tomli_w
-
-    (folder.parent / f"{folder.name}.toml").write_text(tomli_w.dumps(TINY).replace("w/", f"{folder}/"))
-    return [str(folder.parent / f"{folder.name}.toml"), f"run.folder={folder / 'run'}"]
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from gramian.train.config.config import SECTIONS
 
 CONFIG = "run.toml"
 TINY: dict[str, dict[str, Any]] = {
-    "run": {"folder": "new/run", "steps": 2, "device": "cpu", "report": False},
+    "run": {"folder": "new/run", "steps": 2, "device": "cpu"},
     "model": {"layers": 1, "width": 8, "heads": 2},
     "data": {"source": "text", "files": ["w/book.txt"], "length": 8, "batch": 2, "workers": 0},
     "schedule": {"warmup": 0},
@@ -45,7 +45,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "kfac": {"public_files": ["w/book.txt"]},
     },
     "taught": {"teacher": {"path": "w/run"}},
-    "cached": {"teacher": {"path": "w/run", "source": "hidden", "cache": "new/cache"}},
+    "cached": {"teacher": {"path": "w/run", "source": "hidden", "cache": "w/cache"}},
     "huggingface": {"model": {"kind": "huggingface", "path": "w/hf"}},
 }
 PATHS = {
@@ -118,6 +118,13 @@ def _with_config(command: str, *variants: str) -> Callable[[random.Random], Draf
     return lambda draw: Draft(command, _tables(draw, *variants), [CONFIG])
 
 
+def _cache(draw: random.Random) -> Draft:
+    draft = _with_config("cache", "cached")(draw)
+    assert draft.tables is not None
+    draft.tables["teacher"]["cache"] = "new/cache"
+    return draft
+
+
 def _init(draw: random.Random) -> Draft:
     options = draw.choice([{}, {"--text": ["w/book.txt"]}, {"--text": ["w/texts", "w/book.txt"]}, {"--example": ["kfac"]}])
     return Draft("init", None, ["new"], dict(options))
@@ -168,7 +175,7 @@ DRAFTS: dict[str, Callable[[random.Random], Draft]] = {
     "demo": lambda draw: Draft("demo", None, [], {"--out": ["new/demo"], "--seed": ["3"]}, quick=False),
     "init": _init,
     "train": _with_config("train"),
-    "cache": _with_config("cache", "cached"),
+    "cache": _cache,
     "doctor": _with_config("doctor", "plain", "goose", "kfac", "taught"),
     "eval": _eval,
     "export": lambda draw: Draft("export", None, ["w/run", "new/out"], draw.choice([{}, {"--dtype": ["bf16"]}]).copy()),
@@ -415,7 +422,7 @@ def _argument(draw: random.Random, draft: Draft, seed: int) -> Case:
         place = draw.randrange(len(positional))
         positional[place] = draw.choice([*BAD_PATHS, "\udcff", "a\0b"])
     broken = Draft(draft.command, draft.tables, positional, draft.options)
-    return Case(seed, "argument", broken.argv, config, names, refused)
+    return Case(seed, "argument", broken.argv, config, names, refused, long=True)
 
 
 def _garbage(draw: random.Random, draft: Draft, seed: int) -> Case:
@@ -425,7 +432,7 @@ def _garbage(draw: random.Random, draft: Draft, seed: int) -> Case:
     argv = [draw.choice(words) for _ in range(draw.randint(0, 4))]
     if {"demo", "verify"} & {*argv} or argv[:1] in (["train"], ["doctor"], ["profile"]):
         argv.append("--no-such")
-    return Case(seed, "garbage", tuple(argv), draft.toml)
+    return Case(seed, "garbage", tuple(argv), draft.toml, long=True)
 
 
 def _valid(draw: random.Random, draft: Draft, seed: int) -> Case:
