@@ -4,6 +4,7 @@ Exit codes: 0 success, 1 the check or the run failed, 2 bad input. Failures and 
 """
 
 import argparse
+import errno
 import re
 import sys
 from collections.abc import Sequence
@@ -44,6 +45,8 @@ REWORDED = {
     r"invalid float value: (.*)": r"got \1; expected a number",
 }
 """{pattern in a message of argparse: what it is here}."""
+FAULTS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
+"""Errors of a file that are no mistake of the command line: the disk is broken or full."""
 LONGEST_WORD = 300
 """Number of characters from which on a word of an error, such as a value that it quotes, is shortened."""
 
@@ -78,6 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(problem, 2)
     except RunFailed as problem:
         return _complain(problem, 1)
+    except OSError as problem:
+        if problem.filename is None:
+            raise
+        expected = "expected a path that can be read and written"
+        return _complain(f"{problem.filename}: {problem.strerror}; {expected}", 1 if problem.errno in FAULTS else 2)
     except KeyboardInterrupt:
         return _complain("interrupted", 1)
     except SystemExit as done:  # --help and --version

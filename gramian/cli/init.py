@@ -38,7 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.example is not None:
         if arguments.text or arguments.model:
             raise GramianError("argument --example: is written as it is; expected it without --text and --model")
-        text, what = example_text(arguments.example), f"the example {arguments.example}"
+        try:
+            text, what = example_text(arguments.example), f"the example {arguments.example}"
+        except GramianError as problem:
+            raise GramianError(f"argument --{problem}") from None
     else:
         values, what = _values(Path(arguments.folder), arguments.text, arguments.model)
         text = fill(_without_header(example_text("huggingface" if "model.path" in values else "gpt_small")), values)

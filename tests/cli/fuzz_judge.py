@@ -3,6 +3,7 @@
 ``python -m tests.cli.fuzz_judge 17 18`` runs two cases and prints them; ``--count 1000`` after a seed that many from it on.
 """
 
+import atexit
 import contextlib
 import functools
 import io
@@ -15,7 +16,6 @@ import signal
 import sys
 import tempfile
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,6 +40,10 @@ class Hang(BaseException):
     """A case that did not end."""
 
 
+class Ended(BaseException):
+    """A case that a second Ctrl-C would have ended at once."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What came of a case; `fault` is empty if it ended as it should."""
@@ -51,7 +55,7 @@ class Outcome:
 
     @property
     def kind(self) -> str:
-        return self.fault.partition(":")[0] or ("ok", "failed", "refused")[self.status or 0]
+        return self.fault.partition(":")[0] or {0: "ok", 1: "failed", 2: "refused"}.get(self.status or 0, "long")
 
     def __str__(self) -> str:
         return f"{self.fault or self.kind}\n{self.case}\n  {self.status}: {self.line}"
@@ -61,6 +65,7 @@ class Outcome:
 def world() -> Path:
     """A folder of files that cases read: texts, a finished run, and some of each wrong kind."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz")) / "w"
+    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
     book = "".join(f"line {number} of a book\n" for number in range(200))
     (folder / "texts").mkdir(parents=True)
     for path in (folder / "book.txt", folder / "texts" / "one.txt"):
@@ -82,7 +87,27 @@ def world() -> Path:
         for argv in (["train", CONFIG, "run.folder=w/run"], ["cache", CONFIG, *cache]):
             if main(argv) != 0:
                 raise RuntimeError(errors())
+    for name, whole in (("cut", "run"), ("cutcache", "cache")):
+        shutil.copytree(folder / whole, folder / name)
+        for path in (folder / name).rglob("*.*"):
+            if path.suffix not in (".json", ".toml"):
+                path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    (folder / "bare").mkdir()
+    shutil.copy(folder / "run" / "config.toml", folder / "bare")
+    (folder / "foreign").mkdir()
+    (folder / "foreign" / "config.toml").write_text("[other]\n")
+    (folder / "foreign" / "config.json").write_text("[]")
     return folder
+
+
+def _add_model(folder: Path) -> None:
+    """A Hugging Face model, unless it is there."""
+    if not (world() / "hf").exists():
+        from tests.train.test_examples import save_model
+
+        with contextlib.redirect_stderr(io.StringIO()):
+            save_model(world() / "hf")
+    shutil.copytree(world() / "hf", folder, dirs_exist_ok=True)
 
 
 @contextlib.contextmanager
@@ -111,14 +136,17 @@ def _limited(long: bool) -> Iterator[None]:
     """Little memory; Ctrl-C soon in a long run, and `Hang` after `PATIENCE` seconds in any."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    state = {"asked": not long}
+    state = {"rings": 0}
 
     def ring(*_: object) -> None:
-        signal.setitimer(signal.ITIMER_REAL, PATIENCE)
-        if state["asked"]:
+        signal.setitimer(signal.ITIMER_REAL, SOON if long else PATIENCE)
+        state["rings"] += 1
+        if long and state["rings"] == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        elif signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            raise Ended  # a step that takes forever: a second Ctrl-C would end the process
+        elif not long or state["rings"] * SOON > PATIENCE:
             raise Hang
-        state["asked"] = True
-        os.kill(os.getpid(), signal.SIGINT)
 
     handlers = signal.signal(signal.SIGALRM, ring), signal.signal(signal.SIGINT, signal.default_int_handler)
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, limits[1]))
@@ -138,35 +166,51 @@ def listing(folder: Path) -> set[tuple[str, int]]:
     return {(name, stat.st_mtime_ns if S_ISREG(stat.st_mode) else 0) for name, stat in found}
 
 
+@functools.cache
+def _desk() -> Path:
+    """The folder in which cases run, with a copy of the `world`."""
+    folder = Path(tempfile.mkdtemp(prefix="desk"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    shutil.copytree(world(), folder / "w", symlinks=True)
+    return folder
+
+
 def judge(one: Case) -> Outcome:
-    """Run a case in a new folder with a copy of the `world`."""
-    files = world()
-    with tempfile.TemporaryDirectory(prefix="case") as name:
-        folder = Path(name)
-        shutil.copytree(files, folder / "w", symlinks=True)
-        if one.config is not None:
-            (folder / CONFIG).write_bytes(one.config)
-        before = listing(folder)
-        with _inside(folder) as errors, warnings.catch_warnings(record=True) as warned:
-            status, crash = _status(one)
-        text = errors()
-        changed = sorted(path for path, _ in listing(folder) ^ before)
-        return Outcome(one, status, text.strip(), crash or _fault(one, status, text, changed, len(warned)))
+    """Run a case in a folder with a copy of the `world`; nothing of it is left there."""
+    folder = _desk()
+    if b"w/hf" in (one.config or b"") or "w/hf" in one.argv:
+        _add_model(folder / "w" / "hf")
+    if one.config is not None:
+        (folder / CONFIG).write_bytes(one.config)
+    before = listing(folder)
+    with _inside(folder) as errors:
+        status, crash = _status(one)
+    text = errors()
+    changed = sorted({path for path, _ in listing(folder) ^ before})
+    for path in folder.iterdir():
+        if path.name != "w":
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    if any(path.startswith("w/") for path in changed):
+        shutil.rmtree(folder / "w")
+        shutil.copytree(world(), folder / "w", symlinks=True)
+    return Outcome(one, status, text.strip(), crash or _fault(one, status, text, changed))
 
 
 def _status(one: Case) -> tuple[int | None, str]:
     try:
         with _limited(one.long), patch("gramian.analysis.plots.available", lambda: False):
             return main(list(one.argv)), ""
+    except Ended:
+        return 130, "" if one.long else "hang: in a step"
     except Hang:
         return None, f"hang: {traceback.format_exc(limit=-6)}"
     except BaseException as problem:
         return None, f"traceback: {type(problem).__name__}: {str(problem)[:200]}\n{traceback.format_exc(limit=-6)}"
 
 
-def _fault(one: Case, status: int | None, text: str, changed: list[str], warned: int) -> str:
+def _fault(one: Case, status: int | None, text: str, changed: list[str]) -> str:
     """What is wrong with an end; empty if nothing is."""
-    if status == 0:
+    if status in (0, 130):
         return "accepted: must be refused" if one.refused else ("traceback: printed" if "Traceback" in text else "")
     line = text.strip()
     if text.count("\n") != 1 or not line.startswith("gramian: "):
@@ -177,6 +221,8 @@ def _fault(one: Case, status: int | None, text: str, changed: list[str], warned:
         return "lines: control characters"
     if RAW.search(line):
         return "raw: text of an exception"
+    if status == 2 and one.kind == "valid":
+        return "refused: must be accepted"
     if status == 1:
         return "code: 1 for what must be refused" if one.refused else ""
     if "expected" not in line and "did you mean" not in line:

@@ -5,6 +5,7 @@ is a function of its seed; ``python -m tests.cli.fuzz_judge SEED …`` runs some
 """
 
 import argparse
+import datetime
 import functools
 import math
 import random
@@ -46,15 +47,18 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "taught": {"teacher": {"path": "w/run"}},
     "cached": {"teacher": {"path": "w/run", "source": "hidden", "cache": "w/cache"}},
-    "huggingface": {"model": {"kind": "huggingface", "path": "w/hf"}},
 }
+FOLDER = {"model": {"kind": "huggingface", "path": "w/hf"}}
+"""Goes into some of the configs from seed `SLOW_IMPORT` on: transformers takes seconds to import."""
+SLOW_IMPORT = 1000
 PATHS = {
     *((section, key) for section in ("data",) for key in ("files", "validation_files", "tokenizer")),
     *(("run", "folder"), ("model", "path"), ("teacher", "path"), ("teacher", "cache"), ("kfac", "public_files")),
 }
 """(section, key) of paths."""
 BAD_PATHS = ("missing", "w/missing/below", "w/empty.txt", "w/binary.bin", "w/empty", "w/loop", "w/book.txt", "w/book.txt/x",
-    "w/run", "w/half.json", "/dev/null/x", "w/latin.txt", "ü/…", "a" * 300, "", " ", "~", "w/bad.npy", "w/odd.jsonl")  # fmt: skip
+    "w/run", "w/half.json", "/dev/null/x", "w/latin.txt", "ü/…", "a" * 300, "", " ", "~", "w/bad.npy", "w/odd.jsonl",
+    "w/cut", "w/bare", "w/foreign", "w/cache", "w/cutcache")  # fmt: skip
 """Paths that are of the wrong kind for most fields."""
 NEVER = {("data", "workers"), ("compile", "mode"), ("teacher", "compile"), ("run", "wandb"), ("run", "tensorboard")}
 """Fields whose other valid values start many processes or a compiler, or need a package."""
@@ -110,7 +114,7 @@ class Draft:
 
 
 def _tables(draw: random.Random, *variants: str) -> dict[str, dict[str, Any]]:
-    chosen = VARIANTS[draw.choice(variants or tuple(name for name in VARIANTS if name != "huggingface"))]
+    chosen = VARIANTS[draw.choice(variants or tuple(VARIANTS))]
     return {name: {**TINY.get(name, {}), **chosen.get(name, {})} for name in {**TINY, **chosen}}
 
 
@@ -162,7 +166,7 @@ def _profile(draw: random.Random) -> Draft:
     if target == "train":
         return Draft("profile", _tables(draw, "plain", "goose"), ["train", CONFIG], {"--iterations": ["10"], "--cpu": []})
     options = {**sizes, "--cpu": [], "--json": ["new.json"]}
-    more = {"--out": ["new"], "--iterations": ["10"], "--mode": ["keep"], "--algorithm": ["direct"]}
+    more = {"--out": ["new"], "--iterations": ["10"], "--mode": ["two_pass"], "--algorithm": ["direct"]}
     return Draft("profile", None, [target], {**options, **more} if target == "clipping" else options)
 
 
@@ -213,7 +217,7 @@ def accepts(hint: Any, value: Any) -> bool:
 def odd_values(draw: random.Random, hint: Any) -> list[Any]:
     """Values of all kinds, near the edges of what a field accepts and far from them."""
     values: list[Any] = [0, 1, -1, True, False, 1.5, -0.5, 0.0, 2**31 - 1, 2**31, 2**63 - 1, 2**63, -(2**63), 10**30, 1e308,
-        5e-324, math.nan, math.inf, -math.inf, [], [1], [[1]], [[]], {}, {"a": 1}, ["x"], *TEXTS]  # fmt: skip
+        5e-324, datetime.date(2020, 1, 1), datetime.time(7, 32), math.nan, math.inf, -math.inf, [], [1], [[1]], [[]], {}, {"a": 1}, ["x"], *TEXTS]  # fmt: skip
     for base, meta in _bounds(hint):
         edges = [edge for edge in (meta and (meta.ge, meta.gt, meta.le, meta.lt)) or () if edge is not None]
         values += [base(edge) + step for edge in edges for step in (-1, 0, 1)]
@@ -278,7 +282,10 @@ def _one_value(draw: random.Random, draft: Draft, seed: int) -> Case:
         overrides.append(f"{section}.{key}={text}")
     large = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) > 100
     broken = Draft(draft.command, tables, draft.positional, draft.options, overrides)
-    return Case(seed, "value", broken.argv, broken.toml, (f"{section}.{key}", f"[{section}]"), wrong, large and not wrong)
+    names = [f"{section}.{key}", f"[{section}]"]
+    if (section, key) in PATHS:  # a file that has the wrong content is named itself
+        names += [path for path in BAD_PATHS if path.strip() and path in str(value)]
+    return Case(seed, "value", broken.argv, broken.toml, tuple(names), wrong, large and not wrong)
 
 
 def _two_values(draw: random.Random, draft: Draft, seed: int) -> Case:
@@ -379,14 +386,15 @@ def _option(draw: random.Random, draft: Draft, seed: int) -> Case:
         value = draw.choice([*BAD_PATHS, *TEXTS, "0", "1", "-1", "1.5", "nan", "inf", "-inf", "1e400", "9" * 30, "9" * 5000,
             "٣", "1_0", " 4 ", "2147483648", "1e9", "true", "cpu", "cuda", *(_misspelt(draw, word) for word in action.choices or [])])  # fmt: skip
         number = _number(value)
-        refused = callable(action.type) and not issubclass(type(action.type), type) and (number is None or number < 0)
+        refused = callable(action.type) and not issubclass(type(action.type), type) and not (number is not None and number >= 0)
         refused |= action.choices is not None and value not in action.choices
         long = name in SLOW_OPTIONS and number is not None and number > 10
         if not draft.quick and not refused:
             value, refused = "-1", True
             options = {"--no-such": [], **options}
-            names = ("--no-such",)
+            names = ("--no-such", name)
         options[name] = [value]
+        names += (value[:50],) if len(value) > 250 else ()  # too long for a file's name, which the system says
     elif kind == 5 and action.nargs != 0:
         options.pop(name, None)
         options[name], refused = [], True  # at the end, without a value
@@ -402,8 +410,8 @@ def _option(draw: random.Random, draft: Draft, seed: int) -> Case:
 
 def _number(text: str) -> float | None:
     try:
-        return float(int(text))
-    except (ValueError, OverflowError):
+        return float(text)
+    except ValueError:
         return None
 
 
@@ -437,7 +445,7 @@ def _garbage(draw: random.Random, draft: Draft, seed: int) -> Case:
 
 def _valid(draw: random.Random, draft: Draft, seed: int) -> Case:
     argv = draft.argv if draft.quick else (draft.command, "--help")
-    return Case(seed, "valid", argv, draft.toml)
+    return Case(seed, "valid", argv, draft.toml, long="w/hf" in str(draft.toml))
 
 
 WITH_CONFIG = {_one_value: 12, _two_values: 3, _keys: 4, _bytes: 2}
@@ -449,6 +457,11 @@ def case(seed: int) -> Case:
     draw = random.Random(seed)
     command = draw.choices([*DRAFTS], [WEIGHTS.get(name, 1) for name in DRAFTS])[0]
     draft = DRAFTS[command](draw)
+    if seed >= SLOW_IMPORT and draw.random() < 0.05:
+        if draft.tables is not None and draft.quick:
+            draft.tables["model"] = {**draft.tables["model"], **FOLDER["model"]}
+        elif command == "init":
+            draft.options = {"--text": ["w/book.txt"], "--model": [draw.choice(["w/hf", "w/hf", "w/run", "w/bare"])]}
     kinds = {**ANY, **(WITH_CONFIG if draft.tables is not None else {})}
     kind = draw.choices([*kinds], [*kinds.values()])[0]
     return kind(draw, draft, seed)

@@ -193,6 +193,7 @@ def _validation_message(problem: str, tables: Mapping[str, Any]) -> str:
         return (
             f"{place}: expected {'an integer or' if _is_number(hint) else 'one of'} {', '.join(choices)}, got {value!r}"
         )
+    message = message.replace("Number out of range", "Expected a number that fits into 64 bits")
     expected = message.partition(", got")[0].replace("`", "").replace("Expected", "expected")
     return f"{place}: {expected}, got {value!r}"
 
