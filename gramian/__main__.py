@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 def run() -> int:
     """Run the command line of this process; returns its exit code.
 
-    Ctrl-C ends it with the line "gramian: interrupted" and exit code 1; a second Ctrl-C ends the process at once. What a command
-    does about it, such as the training loop, which saves at first, goes before.
+    Ctrl-C ends it with one line and exit code 1, unless the command has a handler of its own, such as the training loop, which
+    saves first. A second Ctrl-C ends the process at once.
     """
     main_process = os.getpid()
 
@@ -33,7 +33,8 @@ def run() -> int:
             _end()
         sys.__unraisablehook__(unraisable)
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not of a job in the background, which ignores it
+    # A job in the background ignores the signal, and goes on doing so.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
         sys.unraisablehook = report_unraisable
 

@@ -47,7 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise GramianError(f"argument --{name}: is an option of the perplexity; expected it without --prompt")
     if not 0 < arguments.temperature < math.inf:
         raise GramianError(f"argument --temperature: {arguments.temperature}; expected a number above 0")
-    if arguments.json is not None and not Path(arguments.json).absolute().parent.is_dir():
+    file = None if arguments.json is None else Path(arguments.json).absolute()
+    if file is not None and (file.is_dir() or not file.parent.is_dir()):
         raise GramianError(
             f"argument --json: {arguments.json} cannot be written; expected a file in an existing folder"
         )

@@ -11,16 +11,16 @@ import math
 import random
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from importlib import import_module
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Any, Literal
 
 import msgspec
 import tomli_w
 
 from gramian.cli import COMMANDS, _Parser
-from gramian.train.config.config import SECTIONS
+from gramian.train.config.config import SECTIONS, Config
 
 CONFIG = "run.toml"
 TINY: dict[str, dict[str, Any]] = {
@@ -52,21 +52,30 @@ FOLDER = {"model": {"kind": "huggingface", "path": "w/hf"}}
 """Goes into some of the configs from seed `SLOW_IMPORT` on: transformers takes seconds to import."""
 SLOW_IMPORT = 1000
 PATHS = {
-    *((section, key) for section in ("data",) for key in ("files", "validation_files", "tokenizer")),
-    *(("run", "folder"), ("model", "path"), ("teacher", "path"), ("teacher", "cache"), ("kfac", "public_files")),
-}
+    ("data", "files"), ("data", "validation_files"), ("data", "tokenizer"), ("run", "folder"), ("model", "path"),
+    ("teacher", "path"), ("teacher", "cache"), ("kfac", "public_files"),
+}  # fmt: skip
 """(section, key) of paths."""
-BAD_PATHS = ("missing", "w/missing/below", "w/empty.txt", "w/binary.bin", "w/empty", "w/loop", "w/book.txt", "w/book.txt/x",
+BAD_PATHS = (
+    "missing", "w/missing/below", "w/empty.txt", "w/binary.bin", "w/empty", "w/loop", "w/book.txt", "w/book.txt/x",
     "w/run", "w/half.json", "/dev/null/x", "w/latin.txt", "ü/…", "a" * 300, "", " ", "~", "w/bad.npy", "w/odd.jsonl",
-    "w/cut", "w/bare", "w/foreign", "w/cache", "w/cutcache")  # fmt: skip
+    "w/cut", "w/bare", "w/foreign", "w/cache", "w/cutcache",
+)  # fmt: skip
 """Paths that are of the wrong kind for most fields."""
 NEVER = {("data", "workers"), ("compile", "mode"), ("teacher", "compile"), ("run", "wandb"), ("run", "tensorboard")}
 """Fields whose other valid values start many processes or a compiler, or need a package."""
 SLOW = {("run", "steps"), ("doctor", "overfit_steps"), ("doctor", "overfit_windows"), ("eval", "windows")}
 """Fields of which a large value is a long run and no mistake."""
-SLOW_OPTIONS = {"--tokens", "--windows", "--probes", "--steps", "--eigenvalues", "--iterations", "--seq-lengths", "--batch-size",
-    "--layers", "--width", "--vocabulary", "--length", "--batch"}  # fmt: skip
-TEXTS = ("", " ", "x", "ü…", "a b", "\t", "\x1b[31m", "0x", "None", "nan", "[", "a" * 5000, "日本", "'", '"', "a=b", "-1")
+SLOW_OPTIONS = {
+    "--tokens", "--windows", "--probes", "--steps", "--eigenvalues", "--iterations", "--seq-lengths", "--batch-size",
+    "--layers", "--width", "--vocabulary", "--length", "--batch",
+}  # fmt: skip
+TEXTS = (
+    "", " ", "x", "ü…", "a b", "\t", "\x1b[31m", "0x", "None", "nan", "[", "a" * 5000, "日本", "'", '"', "a=b", "-1",
+)  # fmt: skip
+NUMBERS = (
+    "0", "1", "-1", "1.5", "nan", "inf", "-inf", "1e400", "9" * 30, "9" * 5000, "٣", "1_0", " 4 ", "2147483648", "1e9",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -130,8 +139,9 @@ def _cache(draw: random.Random) -> Draft:
 
 
 def _init(draw: random.Random) -> Draft:
-    options = draw.choice([{}, {"--text": ["w/book.txt"]}, {"--text": ["w/texts", "w/book.txt"]}, {"--example": ["kfac"]}])
-    return Draft("init", None, ["new"], dict(options))
+    texts = [["w/book.txt"], ["w/texts", "w/book.txt"]]
+    options = draw.choice([{}, {"--example": ["kfac"]}, *({"--text": names} for names in texts)])
+    return Draft("init", None, ["new"], options)
 
 
 def _eval(draw: random.Random) -> Draft:
@@ -145,7 +155,7 @@ def _eval(draw: random.Random) -> Draft:
 
 
 def _curvature(draw: random.Random) -> Draft:
-    options = {"--tokens": ["16"], "--eigenvalues": ["1"], "--steps": ["2"], "--probes": ["0"], "--out": ["new/curvature"]}
+    options = {"--tokens": ["16"], "--eigenvalues": ["1"], "--steps": ["2"], "--probes": ["0"], "--out": ["new/c"]}
     more = {"--seed": ["3"], "--dtype": ["fp64"], "--device": ["cpu"], "--batch": ["2"], "--fisher": ["empirical"],
             "--damping": ["0.1"], "--samples": ["100"], "--ekfac": [], "--methods": []}  # fmt: skip
     for name in draw.sample(sorted(more), 2):
@@ -164,7 +174,8 @@ def _profile(draw: random.Random) -> Draft:
     sizes = {"--seq-lengths": ["4"], "--batch-size": ["1"], "--layers": ["1"], "--width": ["8"], "--vocabulary": ["16"]}
     target = draw.choice(["clipping", "kfac", "train"])
     if target == "train":
-        return Draft("profile", _tables(draw, "plain", "goose"), ["train", CONFIG], {"--iterations": ["10"], "--cpu": []})
+        options = {"--iterations": ["10"], "--cpu": []}
+        return Draft("profile", _tables(draw, "plain", "goose"), ["train", CONFIG], options)
     options = {**sizes, "--cpu": [], "--json": ["new.json"]}
     more = {"--out": ["new"], "--iterations": ["10"], "--mode": ["two_pass"], "--algorithm": ["direct"]}
     return Draft("profile", None, [target], {**options, **more} if target == "clipping" else options)
@@ -182,7 +193,7 @@ DRAFTS: dict[str, Callable[[random.Random], Draft]] = {
     "cache": _cache,
     "doctor": _with_config("doctor", "plain", "goose", "kfac", "taught"),
     "eval": _eval,
-    "export": lambda draw: Draft("export", None, ["w/run", "new/out"], draw.choice([{}, {"--dtype": ["bf16"]}]).copy()),
+    "export": lambda draw: Draft("export", None, ["w/run", "new/out"], draw.choice([{}, {"--dtype": ["bf16"]}])),
     "report": lambda draw: Draft("report", None, ["w/run"] * draw.randint(1, 2), {"--out": ["new.html"]}),
     "curvature": _curvature,
     "plan": _plan,
@@ -216,8 +227,11 @@ def accepts(hint: Any, value: Any) -> bool:
 
 def odd_values(draw: random.Random, hint: Any) -> list[Any]:
     """Values of all kinds, near the edges of what a field accepts and far from them."""
-    values: list[Any] = [0, 1, -1, True, False, 1.5, -0.5, 0.0, 2**31 - 1, 2**31, 2**63 - 1, 2**63, -(2**63), 10**30, 1e308,
-        5e-324, datetime.date(2020, 1, 1), datetime.time(7, 32), math.nan, math.inf, -math.inf, [], [1], [[1]], [[]], {}, {"a": 1}, ["x"], *TEXTS]  # fmt: skip
+    values: list[Any] = [
+        0, 1, -1, True, False, 1.5, -0.5, 0.0, 2**31 - 1, 2**31, 2**63 - 1, 2**63, -(2**63), 10**30, 1e308, 5e-324,
+        math.nan, math.inf, -math.inf, datetime.date(2020, 1, 1), datetime.time(7, 32), [], [1], [[1]], [[]], {},
+        {"a": 1}, ["x"], *TEXTS,
+    ]  # fmt: skip
     for base, meta in _bounds(hint):
         edges = [edge for edge in (meta and (meta.ge, meta.gt, meta.le, meta.lt)) or () if edge is not None]
         values += [base(edge) + step for edge in edges for step in (-1, 0, 1)]
@@ -235,9 +249,10 @@ def choices(hint: Any) -> list[str]:
 
 
 def _misspelt(draw: random.Random, word: str) -> str:
-    place = draw.randrange(len(word))
-    return draw.choice([word[:place] + word[place + 1 :], word[:place] + word[place] + word[place:], word + "s",
-                        word[:place] + draw.choice("xyz_-") + word[place + 1 :], word.replace("_", "-") + "_"])  # fmt: skip
+    place = draw.randrange(min(2, len(word) - 1), len(word))  # not in the dashes of an option
+    wrong = draw.choice("xyz_".replace(word[place], ""))
+    cut, twice, other = word[place + 1 :], word[place] + word[place:], wrong + word[place + 1 :]
+    return draw.choice([*(word[:place] + rest for rest in (cut, twice, other)), word + "s", word + "_"])
 
 
 @functools.cache
@@ -248,11 +263,14 @@ def hints(section: str) -> dict[str, Any]:
 # ---- what is broken ------------------------------------------------------------------------------------------------------
 
 
+ALWAYS = [option.name for option in fields(Config) if option.default is MISSING]
+"""Sections that a config has whether it names them or not."""
+
+
 def _field(draw: random.Random, draft: Draft) -> tuple[str, str]:
-    """A field of the config: of any section that it has, seldom of one that it has not."""
+    """A field of the config: of any section that it has or that has defaults."""
     assert draft.tables is not None
-    there = [name for name in SECTIONS if name in draft.tables or SECTIONS[name] is not NoneType and draw.random() < 0.3]
-    section = draw.choice([name for name in there if name in draft.tables or name not in ("kfac", "privacy", "teacher")])
+    section = draw.choice([name for name in SECTIONS if name in {*draft.tables, *ALWAYS}])
     return section, draw.choice([option.name for option in fields(SECTIONS[section])])
 
 
@@ -265,7 +283,10 @@ def _one_value(draw: random.Random, draft: Draft, seed: int) -> Case:
         value: Any = draw.choice(BAD_PATHS)
         value = [value] if "files" in key else value
     else:
-        value = draw.choice(odd_values(draw, hint))
+        values = odd_values(draw, hint)
+        if draw.random() < 0.4:  # of the right type, and as far as it goes
+            values = [value for value in values if accepts(hint, value)] or values
+        value = draw.choice(values)
     wrong = not accepts(hint, value)
     if (not wrong and (section, key) in NEVER) or not (wrong or draft.quick):
         value, wrong = {"a": 1}, True
@@ -289,20 +310,18 @@ def _one_value(draw: random.Random, draft: Draft, seed: int) -> Case:
 
 
 def _two_values(draw: random.Random, draft: Draft, seed: int) -> Case:
-    """Two fields have values that are valid alone."""
+    """Some fields have values that are valid alone."""
     assert draft.tables is not None
     if not draft.quick:
         return _one_value(draw, draft, seed)
-    names = []
-    for _ in range(2):
+    for _ in range(draw.randint(2, 4)):
         section, key = _field(draw, draft)
         if (section, key) in NEVER | SLOW | PATHS:
             continue
         hint = hints(section)[key]
-        small = [value for value in (0, 1, 2, 3, 4, 0.0, 0.5, 0.9, 1.0, 2.0, True, False, *choices(hint), "8GB", "off")]
+        small = (0, 1, 2, 3, 4, 0.0, 0.5, 0.9, 1.0, 2.0, True, False, *choices(hint), "8GB", "off")
         draft.tables.setdefault(section, {})[key] = draw.choice([v for v in small if accepts(hint, v)] or ["x"])
-        names.append(f"{section}.{key}")
-    return Case(seed, "two values", draft.argv, draft.toml, (), False, False)
+    return Case(seed, "two values", draft.argv, draft.toml)
 
 
 def _keys(draw: random.Random, draft: Draft, seed: int) -> Case:
@@ -362,7 +381,7 @@ def _bytes(draw: random.Random, draft: Draft, seed: int) -> Case:
         lambda: b"[run]\nseed = " + b"9" * 5000 + b"\n",
         lambda: b"[optimizer]\nlr = 1" + b"0" * 400 + b"\n",
     ])()  # fmt: skip
-    return Case(seed, "bytes", draft.argv, made, (), False)
+    return Case(seed, "bytes", draft.argv, made)
 
 
 @functools.cache
@@ -383,10 +402,11 @@ def _option(draw: random.Random, draft: Draft, seed: int) -> Case:
     refused, long = False, False
     names: tuple[str, ...] = (name,)
     if kind <= 4 and action.nargs != 0:
-        value = draw.choice([*BAD_PATHS, *TEXTS, "0", "1", "-1", "1.5", "nan", "inf", "-inf", "1e400", "9" * 30, "9" * 5000,
-            "٣", "1_0", " 4 ", "2147483648", "1e9", "true", "cpu", "cuda", *(_misspelt(draw, word) for word in action.choices or [])])  # fmt: skip
+        misspelt = [_misspelt(draw, word) for word in action.choices or []]
+        value = draw.choice([*BAD_PATHS, *TEXTS, *NUMBERS, "true", "cpu", "cuda", *misspelt])
         number = _number(value)
-        refused = callable(action.type) and not issubclass(type(action.type), type) and not (number is not None and number >= 0)
+        checked = action.type is not None and not isinstance(action.type, type)  # a function for numbers of at least 0
+        refused = checked and not (number is not None and number >= 0)
         refused |= action.choices is not None and value not in action.choices
         long = name in SLOW_OPTIONS and number is not None and number > 10
         if not draft.quick and not refused:
@@ -418,25 +438,29 @@ def _number(text: str) -> float | None:
 def _argument(draw: random.Random, draft: Draft, seed: int) -> Case:
     """A positional argument is missing, another path, or one too many."""
     positional, kind = list(draft.positional), draw.randrange(4)
-    refused, names, config = False, (), draft.toml
     if kind == 0 and positional:
         positional.pop(draw.randrange(len(positional)))
     elif kind == 1 or not positional or not draft.quick:
-        positional.insert(draw.randrange(len(positional) + 1), draw.choice(["stray", "x=1", "run.steps", "=", "a.b=c", "run.=1",
-            ".steps=1", "run.steps.x=1", "=run.steps", "--", "-", "-1", "-x", "--=1", "", "\udcff", "a\nb", "@x"]))  # fmt: skip
+        words = [
+            "stray", "x=1", "run.steps", "=", "a.b=c", "run.=1", ".steps=1", "run.steps.x=1", "=run.steps", "--", "-",
+            "-1", "-x", "--=1", "", "\udcff", "a\nb", "@x",
+        ]  # fmt: skip
+        positional.insert(draw.randrange(len(positional) + 1), draw.choice(words))
         if not draft.quick:
             positional.append("--no-such")
     else:
         place = draw.randrange(len(positional))
         positional[place] = draw.choice([*BAD_PATHS, "\udcff", "a\0b"])
     broken = Draft(draft.command, draft.tables, positional, draft.options)
-    return Case(seed, "argument", broken.argv, config, names, refused, long=True)
+    return Case(seed, "argument", broken.argv, broken.toml, long=True)
 
 
 def _garbage(draw: random.Random, draft: Draft, seed: int) -> Case:
     """Words in any order."""
-    words = [*COMMANDS, "--help", "--version", "-h", "--out", "--seed", CONFIG, "w/run", "trian", "TRAIN", "--", "-", "=", "\udcff",
-        "a\0b", "", "--x=1", "run.steps=1", "@file", "\x1b[31m", "💥", "-1", *BAD_PATHS]  # fmt: skip
+    words = [
+        *COMMANDS, "--help", "--version", "-h", "--out", "--seed", CONFIG, "w/run", "trian", "TRAIN", "--", "-", "=",
+        "\udcff", "a\0b", "", "--x=1", "run.steps=1", "@file", "\x1b[31m", "💥", "-1", *BAD_PATHS,
+    ]  # fmt: skip
     argv = [draw.choice(words) for _ in range(draw.randint(0, 4))]
     if {"demo", "verify"} & {*argv} or argv[:1] in (["train"], ["doctor"], ["profile"]):
         argv.append("--no-such")
@@ -458,7 +482,7 @@ def case(seed: int) -> Case:
     command = draw.choices([*DRAFTS], [WEIGHTS.get(name, 1) for name in DRAFTS])[0]
     draft = DRAFTS[command](draw)
     if seed >= SLOW_IMPORT and draw.random() < 0.05:
-        if draft.tables is not None and draft.quick:
+        if draft.tables is not None and "teacher" not in draft.tables:
             draft.tables["model"] = {**draft.tables["model"], **FOLDER["model"]}
         elif command == "init":
             draft.options = {"--text": ["w/book.txt"], "--model": [draw.choice(["w/hf", "w/hf", "w/run", "w/bare"])]}

@@ -221,7 +221,7 @@ def test_a_config_that_cannot_be_is_one_line(
 CACHES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "other windows": ("hidden", ("data.length=12",), "teacher.cache: windows: the cache {} was made with"),
     "another cut": ("hidden", ("data.pack=false",), "teacher.cache: windows: the cache {} was made with"),
-    "another kind": ("hidden", ("teacher.source=topk",), "teacher.cache: kind: the cache {} was made with hidden, here it is topk"),
+    "another kind": ("hidden", ("teacher.source=topk",), "teacher.cache: kind: the cache {} was made with hidden"),
     "no layers": ("hidden", (CKA, "teacher.feature_pairs=[[1,1]]"), "teacher.cache: layers: the cache {} holds [], not 1"),
     "a higher temperature": ("topk", ("teacher.temperature=6.0",), "teacher.temperature: 6 to 6 is wanted, the cache"),
     "a wider range": (
@@ -244,7 +244,9 @@ def test_a_cache_that_is_none_or_not_whole_is_one_line(tmp_path: Path, capsys: p
 
     assert says(tmp_path / "none").startswith(f"teacher.cache: {tmp_path / 'none'} has no manifest.json; expected")
     words = f"data.tokenizer={tokenizer_folder(tmp_path / 'words')}"
-    assert says(cache_of("hidden"), words).startswith(f"teacher.cache: tokenizer: the cache {cache_of('hidden')} was made with")
+    assert says(cache_of("hidden"), words).startswith(
+        f"teacher.cache: tokenizer: the cache {cache_of('hidden')} was made with"
+    )
     copytree(cache_of("hidden"), tmp_path / "short")
     shard = next(path for path in (tmp_path / "short" / "shards").iterdir() if path.suffix != ".json")
     shard.write_bytes(shard.read_bytes()[:-1])
