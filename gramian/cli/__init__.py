@@ -82,10 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunFailed as problem:
         return _complain(problem, 1)
     except OSError as problem:
-        if problem.filename is None:
-            raise
-        expected = "expected a path that can be read and written"
-        return _complain(f"{problem.filename}: {problem.strerror}; {expected}", 1 if problem.errno in FAULTS else 2)
+        line = f"{problem.filename or 'output'}: {problem.strerror or problem}"
+        return _complain(f"{line}; expected a path that can be read and written", 1 if problem.errno in FAULTS else 2)
     except KeyboardInterrupt:
         return _complain("interrupted", 1)
     except SystemExit as done:  # --help and --version

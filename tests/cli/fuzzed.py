@@ -303,7 +303,7 @@ def _one_value(draw: random.Random, draft: Draft, seed: int) -> Case:
         overrides.append(f"{section}.{key}={text}")
     large = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) > 100
     broken = Draft(draft.command, tables, draft.positional, draft.options, overrides)
-    names = [f"{section}.{key}", f"[{section}]"]
+    names = [f"{section}.{key}", f"[{section}]", *[key] * ("_" in key)]
     if (section, key) in PATHS:  # a file that has the wrong content is named itself
         names += [path for path in BAD_PATHS if path.strip() and path in str(value)]
     return Case(seed, "value", broken.argv, broken.toml, tuple(names), wrong, large and not wrong)
@@ -482,7 +482,10 @@ def case(seed: int) -> Case:
     command = draw.choices([*DRAFTS], [WEIGHTS.get(name, 1) for name in DRAFTS])[0]
     draft = DRAFTS[command](draw)
     if seed >= SLOW_IMPORT and draw.random() < 0.05:
-        if draft.tables is not None and "teacher" not in draft.tables:
+        if command == "curvature" and draw.random() < 0.5:
+            draft.tables, draft.positional = None, []
+            draft.options = {"--model": ["w/hf"], "--text": ["w/book.txt"], "--length": ["8"], **draft.options}
+        elif draft.tables is not None and "teacher" not in draft.tables and draft.tables["data"]["source"] == "text":
             draft.tables["model"] = {**draft.tables["model"], **FOLDER["model"]}
         elif command == "init":
             draft.options = {"--text": ["w/book.txt"], "--model": [draw.choice(["w/hf", "w/hf", "w/run", "w/bare"])]}
