@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -183,7 +184,8 @@ def judge(one: Case) -> Outcome:
     if one.config is not None:
         (folder / CONFIG).write_bytes(one.config)
     before = listing(folder)
-    with _inside(folder) as errors:
+    with _inside(folder) as errors, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         status, crash = _status(one)
     text = errors()
     changed = sorted({path for path, _ in listing(folder) ^ before})

@@ -306,6 +306,8 @@ def _one_value(draw: random.Random, draft: Draft, seed: int) -> Case:
     names = [f"{section}.{key}", f"[{section}]", *[key] * ("_" in key)]
     if (section, key) in PATHS:  # a file that has the wrong content is named itself
         names += [path for path in BAD_PATHS if path.strip() and path in str(value)]
+    if "w/cache" in str(tables.get("teacher")):
+        names.append("teacher.cache")  # it was made of the other value
     return Case(seed, "value", broken.argv, broken.toml, tuple(names), wrong, large and not wrong)
 
 
@@ -414,6 +416,8 @@ def _option(draw: random.Random, draft: Draft, seed: int) -> Case:
             options = {"--no-such": [], **options}
             names = ("--no-such", name)
         options[name] = [value]
+        if number is not None and number > 0 and not refused:
+            names = ()  # perhaps no mistake, and another option is missing
         names += (value[:50],) if len(value) > 250 else ()  # too long for a file's name, which the system says
     elif kind == 5 and action.nargs != 0:
         options.pop(name, None)
@@ -488,7 +492,7 @@ def case(seed: int) -> Case:
         elif draft.tables is not None and "teacher" not in draft.tables and draft.tables["data"]["source"] == "text":
             draft.tables["model"] = {**draft.tables["model"], **FOLDER["model"]}
         elif command == "init":
-            draft.options = {"--text": ["w/book.txt"], "--model": [draw.choice(["w/hf", "w/hf", "w/run", "w/bare"])]}
+            draft.options = {"--text": ["w/book.txt"], "--model": ["w/hf"]}
     kinds = {**ANY, **(WITH_CONFIG if draft.tables is not None else {})}
     kind = draw.choices([*kinds], [*kinds.values()])[0]
     return kind(draw, draft, seed)

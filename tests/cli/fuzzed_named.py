@@ -29,6 +29,8 @@ NAMED: dict[str, tuple[tuple[str, ...], bytes | None, str]] = {
     "a value of 5000 characters": (("plan", CONFIG), tiny(model={"kind": "a" * 5000}), "model.kind: expected one of 'gpt', "),
     "a folder that is not UTF-8": (("init", "\udcff"), None, "argument '\\udcff': is not text; expected UTF-8"),
     "an unknown example": (("init", "new", "--example", "none"), None, "argument --example: 'none' is unknown; expected "),
+    "more eigenvalues than parameters": (
+        ("curvature", CONFIG, "--eigenvalues", "9999"), tiny(), "argument --eigenvalues: 9,999; expected at most"),
     "a folder for a file": (
         ("eval", "w/run", "--json", "w/empty"), None, "argument --json: w/empty cannot be written; expected"),
     "a run with the config of another program": (
