@@ -416,9 +416,10 @@ def _option(draw: random.Random, draft: Draft, seed: int) -> Case:
             options = {"--no-such": [], **options}
             names = ("--no-such", name)
         options[name] = [value]
+        if len(value) > 250:
+            names = (name, value[:50])  # too long for a file's name, which the system says
         if number is not None and number > 0 and not refused:
             names = ()  # perhaps no mistake, and another option is missing
-        names += (value[:50],) if len(value) > 250 else ()  # too long for a file's name, which the system says
     elif kind == 5 and action.nargs != 0:
         options.pop(name, None)
         options[name], refused = [], True  # at the end, without a value
