@@ -287,7 +287,7 @@ def _one_value(draw: random.Random, draft: Draft, seed: int) -> Case:
         if draw.random() < 0.4:  # of the right type, and as far as it goes
             values = [value for value in values if accepts(hint, value)] or values
         value = draw.choice(values)
-    wrong = not accepts(hint, value)
+    wrong = not accepts(hint, value) and not (key == "device" and "--cpu" in draft.options)  # which replaces it
     if (not wrong and (section, key) in NEVER) or not (wrong or draft.quick):
         value, wrong = {"a": 1}, True
     tables = {name: dict(table) for name, table in draft.tables.items()}

@@ -31,6 +31,9 @@ NAMED: dict[str, tuple[tuple[str, ...], bytes | None, str]] = {
     "an unknown example": (("init", "new", "--example", "none"), None, "argument --example: 'none' is unknown; expected "),
     "more eigenvalues than parameters": (
         ("curvature", CONFIG, "--eigenvalues", "9999"), tiny(), "argument --eigenvalues: 9,999; expected at most"),
+    "validation files for the embedded corpus": (
+        ("plan", CONFIG, "data.source=embedded", "data.files=[]", "data.validation_files=['a']"), tiny(),
+        "data.validation_files: are not read; expected data.source ="),
     "a folder for a file": (
         ("eval", "w/run", "--json", "w/empty"), None, "argument --json: w/empty cannot be written; expected"),
     "a run with the config of another program": (
