@@ -24,6 +24,8 @@ from tests.kit.seeds import seed_of
 from tests.kit.waiting import PATIENCE
 from tests.train.conftest import untouched_process  # noqa: F401
 
+pytestmark = [] if FULL else [pytest.mark.xdist_group("fuzz")]
+
 STEPS = 120
 START = """
 import os, runpy, signal, sys
