@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def _values(folder: Path, text: list[str] | None, model: str | None) -> tuple[di
             )
     home = _model_folder(folder) if model is None else Path(model)
     values: dict[str, Any] = {
-        "run.folder": f"runs/{(folder.resolve().name or 'run') if folder != Path('.') else 'run'}"
+        "run.folder": f"runs/{(Path(os.path.abspath(folder)).name or 'run') if folder != Path('.') else 'run'}"
     }
     if home is not None:
         length = min(512, _context(home))

@@ -50,6 +50,8 @@ def find_files(names: Sequence[str], source: Source, field: str = "data.files") 
     """
     found: list[File] = []
     for name in names:
+        if not name:
+            raise GramianError(f"{field}: a name is empty; expected a file or a folder")
         path = Path(name)
         try:
             folder, exists = path.is_dir(), path.exists()

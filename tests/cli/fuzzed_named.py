@@ -34,6 +34,12 @@ NAMED: dict[str, tuple[tuple[str, ...], bytes | None, str]] = {
     "validation files for the embedded corpus": (
         ("plan", CONFIG, "data.source=embedded", "data.files=[]", "data.validation_files=['a']"), tiny(),
         "data.validation_files: are not read; expected data.source ="),
+    "a probability of 1": (
+        ("train", CONFIG, "privacy.noise_multiplier=1.0", "privacy.delta=1.0"), tiny(), "privacy.delta: expected float < 1"),
+    "a file without a name": (("train", CONFIG), tiny(data={"files": [""]}), "data.files: a name is empty; expected a file"),
+    "a folder in a loop of links": (("init", "w/loop", "--text", "w/book.txt"), None, "w/loop"),
+    "a file that cannot be written beside a folder that can": (
+        ("profile", "clipping", "--cpu", "--out", "new", "--json", "w/empty"), None, "argument --json: w/empty: Is a "),
     "a folder for a file": (
         ("eval", "w/run", "--json", "w/empty"), None, "argument --json: w/empty cannot be written; expected"),
     "a run with the config of another program": (
