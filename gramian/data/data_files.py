@@ -189,7 +189,7 @@ def _open_bin(path: Path, sidecar: Sidecar | None) -> Ids:
 
 
 def _text_of(line: bytes, field: str, place: str) -> bytes:
-    expected = f'expected an object with a text under "{field}"'
+    expected = f'expected an object with a text under "{field}", as data.field says'
     try:
         item = json.loads(line.decode().rstrip("\r\n"))
     except UnicodeDecodeError as problem:

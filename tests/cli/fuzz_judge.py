@@ -31,9 +31,10 @@ import torch
 
 from gramian.cli import main
 from tests.cli.fuzzed import CONFIG, TINY, Case, case
+from tests.kit.waiting import PATIENCE
 
-PATIENCE, SOON, MEMORY = 60, 1.0, 2 << 30
-"""Seconds after which a case hangs, and after which Ctrl-C ends a long one; bytes that a case may allocate."""
+SOON, MEMORY = 1.0, 2 << 30
+"""Seconds after which Ctrl-C ends a long case; bytes that a case may allocate."""
 RAW = re.compile(r"\b(KeyError|AttributeError|TypeError|IndexError|AssertionError|ValueError|UnicodeDecodeError)\b")
 """What no line for a user has."""
 

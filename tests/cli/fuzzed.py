@@ -410,7 +410,7 @@ def _option(draw: random.Random, draft: Draft, seed: int) -> Case:
         checked = action.type is not None and not isinstance(action.type, type)  # a function for numbers of at least 0
         refused = checked and not (number is not None and number >= 0)
         refused |= action.choices is not None and value not in action.choices
-        long = name in SLOW_OPTIONS and number is not None and number > 10
+        long = name in SLOW_OPTIONS and number is not None and number > 2
         if not draft.quick and not refused:
             value, refused = "-1", True
             options = {"--no-such": [], **options}

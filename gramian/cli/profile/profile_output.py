@@ -116,7 +116,7 @@ def open_console(*files: tuple[str, Path | None]) -> Console:
 
 def _check_writable(option: str, file: Path) -> None:
     try:
-        folder = next(parent for parent in file.absolute().parents if parent.exists())
+        folder = next((parent for parent in file.absolute().parents if parent.exists()), file)
         problem = "Is a directory" if file.is_dir() else "" if folder.is_dir() else "Not a directory"
         if not problem and not os.access(file if file.exists() else folder, os.W_OK):
             problem = "Permission denied"
