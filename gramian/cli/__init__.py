@@ -4,6 +4,8 @@ Exit codes: 0 success, 1 the check or the run failed, 2 bad input. Failures and 
 """
 
 import argparse
+import errno
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -38,6 +40,16 @@ OLD_FLAGS = {
     "--use-fsdp": "--fsdp (verify, profile), or parallel.strategy=fsdp2 (train)",
 }
 """{flag of the programs that these ideas come from: what it is here}."""
+REWORDED = {
+    r"invalid choice: (.*) \(choose from (.*)\)": r"\1 is unknown; expected \2",
+    r"invalid int value: (.*)": r"got \1; expected an integer",
+    r"invalid float value: (.*)": r"got \1; expected a number",
+}
+"""{pattern in a message of argparse: what it is here}."""
+FAULTS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
+"""Errors of a file that are no mistake of the command line: the disk is broken or full."""
+LONGEST_WORD = 300
+"""Number of characters from which on a word of an error, such as a value that it quotes, is shortened."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -46,6 +58,8 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         missing = message.removeprefix("the following arguments are required: ")
         if missing == message:
+            for theirs, ours in REWORDED.items():
+                message = re.sub(theirs, ours, message)
             raise GramianError(message)
         first = missing.partition(", ")[0]  # argparse also names those that may be left out
         raise GramianError(f"{first}: none given; expected {self.format_usage().removeprefix('usage: ')}")
@@ -68,6 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(problem, 2)
     except RunFailed as problem:
         return _complain(problem, 1)
+    except OSError as problem:
+        line = f"{problem.filename or 'output'}: {problem.strerror or problem}"
+        return _complain(f"{line}; expected a path that can be read and written", 1 if problem.errno in FAULTS else 2)
     except KeyboardInterrupt:
         return _complain("interrupted", 1)
     except SystemExit as done:  # --help and --version
@@ -76,6 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     """Parse `argv`; the result's `run` is the command, a function from the arguments to the exit code."""
+    for before, word in zip(["", *argv], argv, strict=False):
+        if "\0" in word or word.encode(errors="replace").decode() != word:
+            name = before if before.startswith("--") else ascii(word)
+            raise GramianError(f"argument {name}: is not text; expected UTF-8 without zero bytes")
     description = "Curvature, privacy and health of training from one capture."
     parser = _Parser(prog="gramian", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"gramian {VERSION}")
@@ -115,5 +136,9 @@ def _config_key(flag: str, arguments: argparse.Namespace) -> str:
 
 
 def _complain(problem: object, status: int) -> int:
-    print(f"gramian: {' '.join(str(problem).split())}", file=sys.stderr)
+    """Print a problem as one line, with control characters escaped and very long words shortened; returns `status`."""
+    line = " ".join(str(problem).split())
+    line = re.sub(rf"\S{{{LONGEST_WORD},}}", lambda word: f"{word[0][:100]}…{word[0][-20:]}", line)
+    shown = "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in line)
+    print(f"gramian: {shown}", file=sys.stderr)
     return status

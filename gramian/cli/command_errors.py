@@ -42,7 +42,7 @@ def is_out_of_memory(problem: BaseException) -> bool:
     import torch
 
     full = isinstance(problem, torch.OutOfMemoryError | MemoryError)
-    return full or "can't allocate memory" in str(problem)
+    return full or any(words in str(problem) for words in ("can't allocate memory", "not enough memory"))
 
 
 def names_of_failed(failed: list[str], total: int, most: int = 3) -> str:

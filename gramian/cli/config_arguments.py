@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gramian.core.bounded_numbers import LARGEST_INTEGER
 from gramian.core.errors import GramianError
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def positive_integer(text: str) -> int:
-    """Parse the text of an argument as an integer of at least 1; raises argparse's ArgumentTypeError otherwise."""
-    return _integer(text, 1, math.inf, "of at least 1")
+    """Parse the text of an argument as an integer from 1 to 2**31 - 1; raises argparse's ArgumentTypeError otherwise."""
+    return _integer(text, 1, LARGEST_INTEGER, "of at least 1, and below 2**31")
 
 
 def seed_number(text: str) -> int:
@@ -30,7 +30,7 @@ def seed_number(text: str) -> int:
     return _integer(text, 0, 2**63 - 1, "from 0 to 2**63 - 1")
 
 
-def _integer(text: str, least: int, most: float, expected: str) -> int:
+def _integer(text: str, least: int, most: int, expected: str) -> int:
     try:
         number = int(text)
     except ValueError:

@@ -87,7 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
     console = make_console()
     subject = _subject(arguments)
     show(console, *_heading(subject))
-    plan = plan_of(subject, settings)
+    with _argument_named():
+        plan = plan_of(subject, settings)
     show(console, *plan.lines())
     plan.check()
     folder = new_folder(arguments.out, DEFAULT_OUT)
@@ -139,10 +140,20 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     from gramian.analysis.options import Settings
 
     given = {field.name: getattr(arguments, field.name) for field in fields(Settings)}
-    try:
+    with _argument_named():
         return Settings(**{name: value for name, value in given.items() if value is not None})
+
+
+@contextmanager
+def _argument_named() -> Iterator[None]:
+    """Context manager: an error that names a field of `Settings` names the option instead."""
+    from gramian.analysis.options import Settings
+
+    try:
+        yield
     except GramianError as problem:
-        raise GramianError(f"argument --{problem}") from None
+        named = str(problem).partition(":")[0] in [field.name for field in fields(Settings)]
+        raise GramianError(f"argument --{problem}" if named else str(problem)) from None
 
 
 def _subject(arguments: argparse.Namespace) -> Subject:

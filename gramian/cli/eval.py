@@ -42,14 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the perplexity of a run's model, or with --prompt a text that it generates. Returns the exit code."""
-    if arguments.prompt is not None and arguments.prompt.encode(errors="replace").decode() != arguments.prompt:
-        raise GramianError("argument --prompt: is not UTF-8; expected text")
     for name in ("windows", "stride", "json"):
         if arguments.prompt is not None and getattr(arguments, name) is not None:
             raise GramianError(f"argument --{name}: is an option of the perplexity; expected it without --prompt")
     if not 0 < arguments.temperature < math.inf:
         raise GramianError(f"argument --temperature: {arguments.temperature}; expected a number above 0")
-    if arguments.json is not None and not Path(arguments.json).absolute().parent.is_dir():
+    file = None if arguments.json is None else Path(arguments.json).absolute()
+    if file is not None and (file.is_dir() or not file.parent.is_dir()):
         raise GramianError(
             f"argument --json: {arguments.json} cannot be written; expected a file in an existing folder"
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.example is not None:
         if arguments.text or arguments.model:
             raise GramianError("argument --example: is written as it is; expected it without --text and --model")
-        text, what = example_text(arguments.example), f"the example {arguments.example}"
+        try:
+            text, what = example_text(arguments.example), f"the example {arguments.example}"
+        except GramianError as problem:
+            raise GramianError(f"argument --{problem}") from None
     else:
         values, what = _values(Path(arguments.folder), arguments.text, arguments.model)
         text = fill(_without_header(example_text("huggingface" if "model.path" in values else "gpt_small")), values)
@@ -66,7 +70,7 @@ def _values(folder: Path, text: list[str] | None, model: str | None) -> tuple[di
             )
     home = _model_folder(folder) if model is None else Path(model)
     values: dict[str, Any] = {
-        "run.folder": f"runs/{(folder.resolve().name or 'run') if folder != Path('.') else 'run'}"
+        "run.folder": f"runs/{(Path(os.path.abspath(folder)).name or 'run') if folder != Path('.') else 'run'}"
     }
     if home is not None:
         length = min(512, _context(home))

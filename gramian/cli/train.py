@@ -68,6 +68,11 @@ def train(config: Config) -> int:
             if grid.most(float(bool(problem))):
                 raise GramianError(grid.first_failure(problem) if problem else "run.folder: cannot be taken")
             return _train(config, grid, folder)
+        except GramianError as found:
+            if grid.rank == 0 and not problem and not folder.begun:
+                folder.discard()
+                problem = str(found)
+            raise
         finally:
             try:
                 if grid.rank == 0 and not problem:

@@ -50,6 +50,8 @@ def find_files(names: Sequence[str], source: Source, field: str = "data.files") 
     """
     found: list[File] = []
     for name in names:
+        if not name:
+            raise GramianError(f"{field}: a name is empty; expected a file or a folder")
         path = Path(name)
         try:
             folder, exists = path.is_dir(), path.exists()
@@ -187,7 +189,7 @@ def _open_bin(path: Path, sidecar: Sidecar | None) -> Ids:
 
 
 def _text_of(line: bytes, field: str, place: str) -> bytes:
-    expected = f'expected an object with a text under "{field}"'
+    expected = f'expected an object with a text under "{field}", as data.field says'
     try:
         item = json.loads(line.decode().rstrip("\r\n"))
     except UnicodeDecodeError as problem:

@@ -15,9 +15,11 @@ import runpy
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +96,13 @@ def train(config: Config, folder: Path, processes: int = 1, kill: Kill | None = 
     workers = [
         context.Process(target=_child, args=(argv, rank, processes, port, str(log))) for rank in range(processes)
     ]
-    for worker in workers:
-        worker.start()
+    _start_server()
     try:
+        for worker in workers:
+            worker.start()
         killed = _wait(workers, folder, kill)
     finally:
-        _kill(workers)
+        _kill([worker for worker in workers if worker.pid is not None])
     if killed:
         return False
     if any(worker.exitcode for worker in workers):
@@ -159,6 +162,17 @@ def check_resume(
             train(config, own, processes)
         found[f"{i + 1}: {kill}"] = differences(folder / "whole", own)
     return found
+
+
+def _start_server() -> None:
+    """Start the server that forks the runs; both ignore a terminal's Ctrl-C, upon which this process kills the runs."""
+    if threading.current_thread() is not threading.main_thread():
+        return ensure_running()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _wait(workers: Sequence[Any], folder: Path, kill: Kill | None) -> bool:

@@ -124,7 +124,7 @@ BAD: dict[tuple[str, ...], tuple[Callable[[Path], Path], str]] = {
     (): (nothing, "run folder: {} holds no run; expected a folder with config.toml and checkpoints/"),
     ("--prompt", "text"): (unsaved, "run folder: {} has no checkpoint that can be read; expected a run that saved one"),
     ("--prompt", ""): (whole, "argument --prompt: is empty; expected some text"),
-    ("--prompt", "\udcff"): (whole, "argument --prompt: is not UTF-8; expected text"),
+    ("--prompt", "\udcff"): (whole, "argument --prompt: is not text; expected UTF-8"),
     ("--prompt", "a", "--temperature", "0"): (whole, "argument --temperature: 0.0; expected a number above 0"),
     ("--prompt", "a", "--temperature", "nan"): (whole, "argument --temperature: nan; expected a number above 0"),
     ("--prompt", "a", "--tokens", "0"): (whole, "argument --tokens: got '0'; expected an integer"),

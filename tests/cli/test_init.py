@@ -82,7 +82,7 @@ def test_bad_input_exits_2_with_one_line(here: Path, capsys: pytest.CaptureFixtu
     (here / "odd").mkdir()
     capsys.readouterr()
     for arguments, words in (
-        (["--example", "none"], "example: 'none' is unknown; expected distill, "),
+        (["--example", "none"], "argument --example: 'none' is unknown; expected distill, "),
         (["--text", "missing.txt"], "argument --text: missing.txt does not exist; expected"),
         (["--model", "odd"], "argument --model: odd has no readable config.json; expected"),
         (["--example", "kfac", "--model", "one"], "argument --example: is written as it is; expected"),

@@ -86,6 +86,13 @@ def test_a_gradient_that_is_not_a_number_is_rolled_back_and_its_batch_left_out(t
     assert abs(last_loss(config) - clean) < 0.15
 
 
+def test_natural_gradients_are_rolled_back_to_where_there_were_no_factors(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", run={"steps": 8}, kfac={"update_freq": 2}, eval={"every": 8})
+    trainer, ended = run(config, at_positions({3}, nan_gradient, times=9))
+    (rollback,) = events(config, "rollback")
+    assert (rollback["to"], ended.reason, trainer.step) == (0, "done", 8)
+
+
 def test_a_batch_whose_loss_is_eight_times_as_high_does_no_harm(tmp_path: Path, clean: float) -> None:
     def fault(parts: Parts) -> None:
         stepper = parts.stepper
@@ -371,8 +378,13 @@ def test_unreadable_text_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize(
     "problem",
-    [MemoryError(), torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("[x] can't allocate memory: 1 byte")],
-    ids=["Python", "GPU", "host"],
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("[x] can't allocate memory: 1 byte"),
+        RuntimeError("[x] DefaultCPUAllocator: not enough memory: you tried to allocate 1 byte"),
+    ],
+    ids=["Python", "GPU", "host", "host, as CPUs of other kinds say it"],
 )
 def test_a_full_memory_is_one_line(
     problem: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

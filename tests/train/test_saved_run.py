@@ -219,10 +219,10 @@ def test_a_config_that_cannot_be_is_one_line(
 # ---- caches that do not fit -------------------------------------------------------------------------------------------------
 
 CACHES: dict[str, tuple[str, tuple[str, ...], str]] = {
-    "other windows": ("hidden", ("data.length=12",), "windows: the cache {} was made with"),
-    "another cut": ("hidden", ("data.pack=false",), "windows: the cache {} was made with"),
-    "another kind": ("hidden", ("teacher.source=topk",), "kind: the cache {} was made with hidden, here it is topk"),
-    "no layers": ("hidden", (CKA, "teacher.feature_pairs=[[1,1]]"), "layers: the cache {} holds [], not 1"),
+    "other windows": ("hidden", ("data.length=12",), "teacher.cache: windows: the cache {} was made with"),
+    "another cut": ("hidden", ("data.pack=false",), "teacher.cache: windows: the cache {} was made with"),
+    "another kind": ("hidden", ("teacher.source=topk",), "teacher.cache: kind: the cache {} was made with hidden"),
+    "no layers": ("hidden", (CKA, "teacher.feature_pairs=[[1,1]]"), "teacher.cache: layers: the cache {} holds [], not 1"),
     "a higher temperature": ("topk", ("teacher.temperature=6.0",), "teacher.temperature: 6 to 6 is wanted, the cache"),
     "a wider range": (
         "topk", ("teacher.temperature_kind=learnable", "teacher.temperature_high=7.0"), "teacher.temperature: 1 to 7 is wanted",
@@ -242,9 +242,11 @@ def test_a_cache_that_is_none_or_not_whole_is_one_line(tmp_path: Path, capsys: p
     def says(folder: Path, *overrides: str) -> str:
         return refused(capsys, tmp_path, "train", *overrides, teacher={"source": "hidden", "cache": str(folder)})
 
-    assert says(tmp_path / "none").startswith(f"cache: {tmp_path / 'none'} has no manifest.json; expected")
+    assert says(tmp_path / "none").startswith(f"teacher.cache: {tmp_path / 'none'} has no manifest.json; expected")
     words = f"data.tokenizer={tokenizer_folder(tmp_path / 'words')}"
-    assert says(cache_of("hidden"), words).startswith(f"tokenizer: the cache {cache_of('hidden')} was made with")
+    assert says(cache_of("hidden"), words).startswith(
+        f"teacher.cache: tokenizer: the cache {cache_of('hidden')} was made with"
+    )
     copytree(cache_of("hidden"), tmp_path / "short")
     shard = next(path for path in (tmp_path / "short" / "shards").iterdir() if path.suffix != ".json")
     shard.write_bytes(shard.read_bytes()[:-1])

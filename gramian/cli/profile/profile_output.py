@@ -106,17 +106,19 @@ def open_console(*files: tuple[str, Path | None]) -> Console:
         GramianError: on the first process, if a file cannot be written.
     """
     first = is_first_process()
-    for option, file in files:
-        if first and file is not None:
-            _make_writable(option, file)
+    given = [(option, file) for option, file in files if first and file is not None]
+    for option, file in given:
+        _check_writable(option, file)
+    for _, file in given:
+        file.parent.mkdir(parents=True, exist_ok=True)
     return make_console(quiet=not first)
 
 
-def _make_writable(option: str, file: Path) -> None:
+def _check_writable(option: str, file: Path) -> None:
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        problem = "Is a directory" if file.is_dir() else ""
-        if not problem and not os.access(file if file.exists() else file.parent, os.W_OK):
+        folder = next((parent for parent in file.absolute().parents if parent.exists()), file)
+        problem = "Is a directory" if file.is_dir() else "" if folder.is_dir() else "Not a directory"
+        if not problem and not os.access(file if file.exists() else folder, os.W_OK):
             problem = "Permission denied"
     except OSError as refused:
         problem = refused.strerror or type(refused).__name__

@@ -212,7 +212,7 @@ def load(
         for name, spec in specs.items()
         if name not in blocks and name in state.blocks and not frozen_before.issuperset(spec.parameters)
     ]
-    if missing:
+    if missing and blocks:  # a state from before the first refresh has none
         raise GramianError(f"{missing[0]}: has factors here, but not in the state; expected the same model")
     state.blocks, state.factorisations = blocks, SharedFactorisation(exchange)
     for key, attribute in COUNTERS.items():

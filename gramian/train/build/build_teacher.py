@@ -91,14 +91,17 @@ def build_source(config: Config, grid: ProcessGrid, numbers: Precision, training
             f"teacher.path: {options.path} is not, or no longer, what the cache {folder} was made of; expected the "
             "same weights, or gramian cache into another folder"
         )
-    cache = open_cache(
-        folder,
-        tokenizer_hash=training.stream.tokenizer,
-        windows_digest=training.digest,
-        vocabulary=training.vocabulary,
-        kind=options.source,
-        layers=options.teacher_layers,
-    )
+    try:
+        cache = open_cache(
+            folder,
+            tokenizer_hash=training.stream.tokenizer,
+            windows_digest=training.digest,
+            vocabulary=training.vocabulary,
+            kind=options.source,
+            layers=options.teacher_layers,
+        )
+    except GramianError as problem:
+        raise GramianError(f"teacher.cache: {str(problem).removeprefix('cache: ')}") from None
     with _error_prefix("teacher."):
         cache.require_temperatures(*options.temperatures)
     return cache

@@ -121,7 +121,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         ) from None
     try:
         tables: dict[str, Any] = tomllib.loads(content.decode("utf-8-sig"))  # some editors write a byte order mark
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as problem:
+    except (ValueError, RecursionError) as problem:  # ValueError: bytes or syntax, or an integer of thousands of digits
         raise GramianError(f"{path}: is not TOML ({problem}); expected sections such as [run]") from None
     for override in overrides:
         name, equals, text = override.partition("=")
@@ -157,7 +157,7 @@ def parse_config(tables: Mapping[str, Any]) -> Config:
 def _override_value(text: str) -> Any:
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return text
     return parsed["value"] if len(parsed) == 1 else text
 
@@ -210,6 +210,7 @@ def _validation_message(problem: str, tables: Mapping[str, Any]) -> str:
         return (
             f"{place}: expected {'an integer or' if _is_number(hint) else 'one of'} {', '.join(choices)}, got {value!r}"
         )
+    message = message.replace("Number out of range", "Expected a number that fits into 64 bits")
     expected = message.partition(", got")[0].replace("`", "").replace("Expected", "expected")
     return f"{place}: {expected}, got {value!r}"
 

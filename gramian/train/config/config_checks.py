@@ -55,7 +55,8 @@ def check_model(model: sections.ModelSection) -> None:
 def check_data(data: DataSection, model: sections.ModelSection) -> None:
     """Raise unless data.files are given exactly if data.source reads files, and stride, packing and isolation fit together."""
     if data.source == "embedded" and (data.files or data.validation_files):
-        raise GramianError('data.files: are not read; expected data.source = "text", "jsonl" or "tokens"')
+        key = "files" if data.files else "validation_files"
+        raise GramianError(f'data.{key}: are not read; expected data.source = "text", "jsonl" or "tokens"')
     if data.source != "embedded" and not data.files:
         raise GramianError(f'data.files: expected at least one for data.source = "{data.source}"')
     if data.isolate and (not data.pack or model.kind == "huggingface"):

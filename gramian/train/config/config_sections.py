@@ -215,7 +215,7 @@ class PrivacySection:
     """Standard deviation of the noise, relative to max_grad_norm; none: computed from target_epsilon."""
     target_epsilon: Positive | None = None
     """Privacy budget ε of all steps, from which the smallest sufficient noise_multiplier is computed; none: that is given."""
-    delta: Positive = 1e-5
+    delta: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 1e-5
     """Failure probability δ of the privacy guarantee."""
     max_grad_norm: Positive = 1.0
     """Norm that the gradient of each window is clipped to."""

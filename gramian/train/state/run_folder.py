@@ -31,6 +31,7 @@ class RunFolder:
     def __init__(self, config: Config) -> None:
         self.config, self.path = config, Path(config.run.folder)
         self._lock: int | None = None
+        self._created: list[Path] = []
 
     def __enter__(self) -> Self:
         """Lock the run folder and write the config into it.
@@ -38,6 +39,8 @@ class RunFolder:
         Raises `GramianError` if it is in use, has a run of another config, or cannot be written; nothing is overwritten.
         """
         try:
+            paths = (self.path / "config.toml", self.path / ".lock", self.path, *self.path.parents)
+            self._created = [path for path in paths if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as problem:
@@ -48,6 +51,8 @@ class RunFolder:
         os.register_at_fork(after_in_child=lambda: _leave(mine()))  # data workers outlive a killed run for some seconds
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(self._lock), os.stat(self.path / ".lock")):
+                raise BlockingIOError  # discarded by the run that held it
         except OSError:
             self._leave()
             raise GramianError(
@@ -65,6 +70,13 @@ class RunFolder:
         """Unlock the run folder."""
         self._leave()
 
+    def discard(self) -> None:
+        """Remove what locking the run folder created, and unlock it; for a run that was refused before it began."""
+        for path in self._created:
+            with contextlib.suppress(OSError):
+                path.rmdir() if path.is_dir() else path.unlink()
+        self._leave()
+
     def _leave(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
@@ -73,7 +85,7 @@ class RunFolder:
     def _check(self) -> None:
         path = self.path / "config.toml"
         if not path.exists():
-            if self._begun():
+            if self.begun:
                 raise GramianError(f"run.folder: {self.path} holds a run without its config; expected another folder")
             return
         try:
@@ -82,7 +94,7 @@ class RunFolder:
             raise GramianError(
                 f"run.folder: {path} is not a config of this version ({problem}); expected another folder"
             ) from None
-        if not self._begun():
+        if not self.begun:
             if path.read_text(encoding="utf-8") != before.toml():  # written by hand, perhaps with comments
                 raise GramianError(f"run.folder: {path} was not written by a run; expected another folder")
         elif before.hash != self.config.hash:
@@ -91,7 +103,8 @@ class RunFolder:
                 "expected another folder, or the same config"
             )
 
-    def _begun(self) -> bool:
+    @property
+    def begun(self) -> bool:
         """Whether the run folder has checkpoints or metrics, which must not be overwritten."""
         metrics = self.path / "metrics.jsonl"
         return any(self.path.glob("checkpoints/*")) or (metrics.exists() and metrics.stat().st_size > 0)

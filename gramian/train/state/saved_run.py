@@ -55,7 +55,11 @@ def find_checkpoint(path: Path, field: str) -> tuple[Config, LoadedCheckpoint]:
     """A run's config and its best checkpoint, or its newest if none was evaluated; raises an error that names `field`."""
     if not is_run(path):
         raise GramianError(f"{field}: {path} holds no run; expected a folder with config.toml and checkpoints/")
-    config = load_config(path / "config.toml")
+    try:
+        config = load_config(path / "config.toml")
+    except GramianError as problem:
+        line = f"{path / 'config.toml'} is not a config of this version ({problem})"
+        raise GramianError(f"{field}: {line}; expected the folder of a run") from None
     skipped: list[str] = []
     with CheckpointStore(path / "checkpoints", 1, on_event=lambda e: skipped.append(str(e.get("reason", "")))) as store:
         found = store.best(config.hash) or store.newest(config.hash)
