@@ -150,7 +150,7 @@ def test_the_hash_follows_what_decides_the_numbers_and_nothing_else() -> None:
     assert taught.hash != base.hash
     for section, key in RUN_ONLY:
         value = getattr(getattr(taught, section), key)
-        other = {str: "whole" if key == "strategy" else "elsewhere", int: 3, bool: True, float: 0.5}[type(value)]
+        other = {str: "whole" if key == "strategy" else "elsewhere", int: 20, bool: True, float: 0.5}[type(value)]
         told = {"teacher": {"path": "x"}}
         told.setdefault(section, {})[key] = other
         assert parse_config(told).hash == taught.hash

@@ -14,7 +14,7 @@ from gramian.data.window_order import windows_at
 from gramian.report import write_report
 from gramian.train.build.build_model import build_model
 from gramian.train.config.config import Config
-from gramian.train.loop.gradient_statistics import problems_of
+from gramian.train.health.gradient_statistics import problems_of
 from gramian.train.state.run_folder import read_lines
 from gramian.verify.resume import train
 from tests.train.distilled import student

@@ -17,12 +17,12 @@ from gramian.core.errors import GramianError
 from gramian.data import DataWorkerDied, StarvationMeter
 from gramian.train.build.remarks import remarks
 from gramian.train.build.run_parts import Parts
+from gramian.train.health.gradient_statistics import GradientStatistics, problems_of
+from gramian.train.health.nonfinite_replay import first_nonfinite
 from gramian.train.loop.deferred_metrics import DeferredMetrics, StepAttempt, StepOutcome
 from gramian.train.loop.evaluate import evaluate, health_of, weights_are_finite
-from gramian.train.loop.gradient_statistics import GradientStatistics, problems_of
 from gramian.train.loop.guard import Advice, Guard, Observation, Rollback, Stop
 from gramian.train.loop.interrupts import Interrupts
-from gramian.train.loop.nonfinite_replay import first_nonfinite
 from gramian.train.loop.schedule import learning_rate
 from gramian.train.state.run_folder import RunFolder
 from gramian.train.state.run_log import RunLog
@@ -78,8 +78,7 @@ class Trainer:
         self.saver = RunSaver(parts, folder.checkpoints, self._judged_facts, self.log.event)
         self._batches: Iterator[Any] = iter(())
         self._statistics = GradientStatistics(parts) if self.config.run.observe_every else None
-        self._flagged = False
-        self._deaths = 0
+        self._flagged, self._deaths = False, 0
         decisions = "raw" if self.config.privacy is None else self.config.privacy.decisions
         self._judges_loss, self._judges_validation = decisions == "raw", decisions != "noised"
         """Whether rollbacks and the best checkpoint may depend on training and validation losses; see privacy.decisions."""
@@ -204,12 +203,11 @@ class Trainer:
     def _observe(self, statistics: GradientStatistics, batch: Any) -> None:
         """Measure noise scale and layer health on a step's batch, for its line of metrics; a refusal ends the measurements."""
         try:
-            numbers = statistics.measure(batch)
+            self.log.observed[self.progress.attempt] = numbers = statistics.measure(batch)
         except GramianError as problem:
             self._statistics = None
             self.log.event({"event": "not_observed", "text": f"noise scale and layer health: {problem}"})
             return
-        self.log.observed[self.progress.attempt] = numbers
         if problems := problems_of(numbers["layers"]):
             self.log.event({"event": "unhealthy", "problems": problems})
 
