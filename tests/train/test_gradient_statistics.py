@@ -30,8 +30,8 @@ def losses(config: Config) -> list[float]:
     return [line["loss"] for line in read_lines(Path(config.run.folder) / "metrics.jsonl") if "loss" in line]
 
 
-def oracle(config: Config) -> float:
-    """tr Σ / |G|² of the first step's windows, by one backward for each, in float64."""
+def oracle(config: Config) -> tuple[float, float]:
+    """tr Σ and |G|² of the first step's windows, by one backward for each, in float64."""
     windows, _ = load_windows(config.data)
     model = build_model(config, windows.vocabulary).double()
     rows = windows.stack(windows_at(0, len(windows), config.data.batch, config.run.seed))
@@ -43,7 +43,7 @@ def oracle(config: Config) -> float:
     stacked = torch.stack(gradients)
     n, mean = len(stacked), stacked.mean(0)
     trace = float((stacked - mean).square().sum()) / (n - 1)
-    return trace / (float(mean.square().sum()) - trace / n)
+    return trace, float(mean.square().sum()) - trace / n
 
 
 @pytest.mark.parametrize("micro_batch", [0, 3])
@@ -53,7 +53,10 @@ def test_the_noise_scale_is_that_of_a_loop_over_the_windows(micro_batch: int, tm
         tmp_path, run=options, precision={"kind": "fp64"}, data={"micro_batch": micro_batch}, schedule={"warmup": 0}
     )
     run(config)
-    assert observed(config)[1]["noise_scale"] == pytest.approx(oracle(config), rel=1e-9)
+    line, (trace, signal) = observed(config)[1], oracle(config)
+    assert line["noise_trace"] == pytest.approx(trace, rel=1e-9)
+    assert line["noise_signal"] == pytest.approx(signal, rel=1e-8)
+    assert line["noise_scale"] == (pytest.approx(trace / signal, rel=1e-8) if signal > 0 else None)
 
 
 COMPILED = pytest.param("compiled", marks=pytest.mark.full)
@@ -91,7 +94,8 @@ def test_two_processes_measure_what_one_does(strategy: str, tmp_path: Path) -> N
     train(small(**told, schedule={"warmup": 0}, parallel={"strategy": strategy}), tmp_path / "many", 2)
     many = observed(tmp_path / "many")
     for step, line in observed(alone).items():
-        assert many[step]["noise_scale"] == pytest.approx(line["noise_scale"], rel=1e-9)
+        for name in ("noise_trace", "noise_signal"):
+            assert many[step][name] == pytest.approx(line[name], rel=1e-8)
         for name, layer in line["layers"].items():
             assert many[step]["layers"][name]["gradient"] == pytest.approx(layer["gradient"], rel=1e-9)
 

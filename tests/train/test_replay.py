@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from gramian.models import GPT, GPTConfig
 from gramian.models.gpt import GPTBlock
-from gramian.train.health.nonfinite_replay import LOSS, ROOT, NonfiniteSource, first_nonfinite
 from gramian.train.health import nonfinite_replay
+from gramian.train.health.nonfinite_replay import LOSS, ROOT, NonfiniteSource, first_nonfinite
 
 CONFIG = GPTConfig(vocabulary=11, context=8, layers=3, width=8, heads=2)
 

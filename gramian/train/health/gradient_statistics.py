@@ -1,8 +1,8 @@
 """Gradient noise scale and layer health of a training step: one more forward and backward of its batch, with taps.
 
-In: the batch of a step. Out: {"noise_scale", "layers"} for the log. The step itself is not touched: the passes here leave no
-gradient, and dropout draws what it draws in the step. Cost: a forward and a backward with per-sample norms for every
-`run.observe_every` steps, and once a row proof (see `gramian.taps.proof`).
+In: the batch of a step. Out: {"noise_scale", "noise_trace", "noise_signal", "layers"} for the log. The step itself is not
+touched: the passes here leave no gradient, and dropout draws what it draws in the step. Cost: a forward and a backward with
+per-sample norms for every `run.observe_every` steps, and once a row proof (see `gramian.taps.proof`).
 """
 
 import math
@@ -41,8 +41,9 @@ class GradientStatistics:
         """Noise scale of the cross entropy of a step's windows, and health of the layers, over all processes (collective).
 
         Returns:
-            {"noise_scale": tr Σ/|G|² of the windows' gradients, unbiased, None if it is not finite; "layers": {layer: root mean
-            square "input" and "gradient", share of "zeros" in the input, number of values that are "nonfinite"}}.
+            {"noise_scale": tr Σ/|G|² of the windows' gradients; "noise_trace", "noise_signal": unbiased estimates of tr Σ and
+            |G|²; "layers": {layer: root mean square "input" and "gradient", share of "zeros" in the input, number of values
+            that are "nonfinite"}}. The scale is None where |G|² is lost in the noise of the batch: its estimate is below 0.
 
         Raises:
             GramianError: on all processes, if one cannot tell the gradients of its windows apart.
@@ -70,11 +71,16 @@ class GradientStatistics:
         sums = [capture.sums(statistic) for statistic in (noise, health)]
         if grid.size > 1:
             sums = [all_reduce(each, None) for each in sums]
-        scale, layers = noise.finish(sums[0]).unbiased, health.finish(sums[1])
-        return {
-            "noise_scale": scale if math.isfinite(scale) else None,
-            "layers": {name: _facts(layer) for name, layer in layers.items()},
+        found, layers = noise.finish(sums[0]), health.finish(sums[1])
+        numbers = {
+            "noise_scale": found.unbiased,
+            "noise_trace": found.trace_covariance,
+            "noise_signal": found.squared_gradient,
         }
+        if not found.squared_gradient > 0:
+            numbers["noise_scale"] = math.nan
+        finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        return {**finite, "layers": {name: _facts(layer) for name, layer in layers.items()}}
 
     def _backward(self, batch: StepBatch) -> None:
         """Forward and backward of the cross entropy of all micro-batches, with the random numbers of the step."""
