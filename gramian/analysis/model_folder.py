@@ -55,6 +55,7 @@ def from_folder(
     ids, digest = _ids(tokenizer, texts, ends=not masked)
     model, scored, facts = _encoder(path) if masked else _causal(path, len(tokenizer), seed)
     limit = min(length, getattr(model.config, "max_position_embeddings", None) or length)
+    shorter = f"length: {length}, cut to the model's context of {limit}"
     cut = _masked_windows(tokenizer, ids, limit) if masked else _causal_windows(ids, limit)
     chosen = evenly_spaced(len(cut), -(-tokens // limit))
     windows_BS = cut[torch.from_numpy(chosen)]
@@ -80,7 +81,7 @@ def from_folder(
             "windows_in_all": len(cut),
             **({"masked_share": MASKED_SHARE} if masked else {}),
         },
-        notes=[facts["mode"]] if masked else [],
+        notes=[*([facts["mode"]] if masked else []), *([shorter] if limit < length else [])],
     )
 
 

@@ -56,8 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     from gramian.parallel.world import world
 
+    field = "run folder" if Path(arguments.target).is_dir() else "run.folder"
     with world(device == "cpu", False) as grid:
-        return _evaluate(arguments, folder, grid)
+        return _evaluate(arguments, folder, grid, field)
 
 
 def _run_folder(target: str, overrides: list[str]) -> tuple[Path, str]:
@@ -73,7 +74,7 @@ def _run_folder(target: str, overrides: list[str]) -> tuple[Path, str]:
     return Path(config.run.folder), config.run.device
 
 
-def _evaluate(arguments: argparse.Namespace, folder: Path, grid: Any) -> int:
+def _evaluate(arguments: argparse.Namespace, folder: Path, grid: Any, field: str) -> int:
     from gramian.data import load_windows
     from gramian.models.token_sampling import evaluation_mode
     from gramian.train.loop.objective import logits_of
@@ -82,7 +83,7 @@ def _evaluate(arguments: argparse.Namespace, folder: Path, grid: Any) -> int:
     from gramian.train.state.saved_run import load_run
 
     console = make_console(quiet=not is_first_process())
-    saved = load_run(folder, "run folder")
+    saved = load_run(folder, field)
     config = saved.config
     set_globals(config.precision, config.run.deterministic)
     numbers = resolve_precision(config.precision, grid.device)

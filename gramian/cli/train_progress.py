@@ -22,6 +22,7 @@ EVENT_LINES = {
     "advice": "{text}",
     "remark": "{text}",
     "not_observed": "{text}",
+    "unhealthy": "step {step}: {listed}",
     "data_starved": "{text}",
     "temperature_stuck": "{text}",
     "features_off": "{text}",
@@ -93,4 +94,5 @@ def line_of(event: Mapping[str, Any]) -> str | None:
     """The line that is printed for an event; None if `EVENT_LINES` has none."""
     form = EVENT_LINES.get(event["event"])
     shares = {f"every_{every}": share for every, share in event.get("share_of_time_by_interval", {}).items()}
-    return None if form is None else form.format_map({**event, **shares})
+    listed = "; ".join(map(str, event.get("problems", ())))
+    return None if form is None else form.format_map({**event, **shares, "listed": listed})

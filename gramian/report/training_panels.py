@@ -105,6 +105,7 @@ def _loss(panel: Any, runs: Sequence[RunData]) -> Iterable[Panel | None]:
             "Bits per byte",
             {"training": _bits("loss"), "validation": _bits("validation_loss")},
             axis="bits per byte",
+            note="The end of a document counts as a byte, too.",
             sources=LOSS_SOURCES,
             references=[Reference(one.run, one.label, one.value / math.log(2)) for one in teachers],
         )

@@ -5,6 +5,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -84,6 +85,22 @@ def test_a_gradient_that_is_not_a_number_is_rolled_back_and_its_batch_left_out(t
     assert (rollback["from"], rollback["to"], rollback["skipped"]) == (34, 30, [33])
     assert all(bool(p.isfinite().all()) for p in trainer.parts.module.parameters())
     assert abs(last_loss(config) - clean) < 0.15
+
+
+def test_a_rollback_names_the_first_module_whose_value_is_not_finite(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", run={"steps": 16}, eval={"every": 16})
+
+    def fault(parts: Parts) -> None:
+        bad_T, here = next(iter(parts.batches_from(12, ()))).micro[0]["tokens"][0].clone(), {"bad": False}
+        parts.model.register_forward_pre_hook(
+            lambda module, given: here.update(bad=torch.equal(given[0][0], bad_T)) or None
+        )
+        parts.model.blocks[1].register_forward_hook(lambda module, given, out: out * math.nan if here["bad"] else out)
+
+    _, ended = run(config, fault)
+    (rollback,) = events(config, "rollback")
+    assert ended.reason == "done" and 12 in rollback["skipped"]
+    assert re.search(r"the loss is nan; first not finite: \S*blocks\.1: forward", rollback["reason"])
 
 
 def test_natural_gradients_are_rolled_back_to_where_there_were_no_factors(tmp_path: Path) -> None:

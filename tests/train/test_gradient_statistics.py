@@ -82,11 +82,12 @@ def test_the_run_is_the_same_with_and_without(kind: str, tmp_path: Path) -> None
 
 
 @pytest.mark.xdist_group("processes")
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_processes_measure_what_one_does(strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strategy", "micro_batch"), [("ddp", 1), ("fsdp2", 0)])
+def test_two_processes_measure_what_one_does(strategy: str, micro_batch: int, tmp_path: Path) -> None:
+    """Of five windows, one at a time, the second process has two and a row that fills up."""
     told: dict[str, Any] = {
         "run": {"steps": 2, "observe_every": 1, "log_every": 1},
-        "data": {"batch": 5},
+        "data": {"batch": 5, "micro_batch": micro_batch, "pack": False},
         "precision": {"kind": "fp64"},
     }
     alone = small(tmp_path / "one", **told, schedule={"warmup": 0})

@@ -17,9 +17,11 @@ from gramian.data import StepBatch
 from gramian.parallel.all_reduce import all_reduce
 from gramian.statistics import Health, LayerHealth, NoiseScale
 from gramian.taps.capture import Capture
+from gramian.taps.roles import SAMPLES
 from gramian.train.build.run_parts import Parts
-from gramian.train.loop.objective import Objective
+from gramian.train.loop.objective import IGNORED, Objective
 from gramian.train.loop.stepper import seed_all
+from gramian.train.state.run_log import RunLog
 
 
 class GradientStatistics:
@@ -36,6 +38,23 @@ class GradientStatistics:
         self._sharded = any(isinstance(p, DTensor) for p in parts.module.parameters())
         self._objective = parts.module if self._sharded else Objective(parts.model)
         """Model and cross entropy without DDP, whose reducer would wait for processes that a proof refuses."""
+        self._refused = False
+
+    def observe(self, batch: StepBatch, attempt: int, log: RunLog) -> None:
+        """Measure on a step's batch, for the line of metrics of an attempt; ill layers are an event.
+
+        A model that cannot be measured is an event too, and later calls do nothing.
+        """
+        if self._refused:
+            return
+        try:
+            log.observed[attempt] = numbers = self.measure(batch)
+        except GramianError as problem:
+            self._refused = True
+            log.event({"event": "not_observed", "text": f"noise scale and layer health: {problem}"})
+            return
+        if problems := problems_of(numbers["layers"]):
+            log.event({"event": "unhealthy", "problems": problems})
 
     def measure(self, batch: StepBatch) -> dict[str, Any]:
         """Noise scale of the cross entropy of a step's windows, and health of the layers, over all processes (collective).
@@ -61,7 +80,7 @@ class GradientStatistics:
             if parts.teaching is not None and self._sharded:
                 raise GramianError("run.observe_every: the loss of a sharded student bypasses its head; expected 0")
             with _eager(parts.config.compile.mode != "off"), capture:
-                self._backward(batch)
+                self._backward(batch, capture)
         except GramianError as error:
             problem = str(error)
         finally:
@@ -71,6 +90,7 @@ class GradientStatistics:
         sums = [capture.sums(statistic) for statistic in (noise, health)]
         if grid.size > 1:
             sums = [all_reduce(each, None) for each in sums]
+        sums[0][SAMPLES].fill_(parts.config.data.batch)  # rows that fill a process's last micro-batch are no windows
         found, layers = noise.finish(sums[0]), health.finish(sums[1])
         numbers = {
             "noise_scale": found.unbiased,
@@ -82,12 +102,16 @@ class GradientStatistics:
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         return {**finite, "layers": {name: _facts(layer) for name, layer in layers.items()}}
 
-    def _backward(self, batch: StepBatch) -> None:
-        """Forward and backward of the cross entropy of all micro-batches, with the random numbers of the step."""
+    def _backward(self, batch: StepBatch, capture: Capture) -> None:
+        """Forward and backward of the cross entropy of all micro-batches, with the random numbers of the step.
+
+        Positions without a target, such as padding, do not count in the layers' health.
+        """
         parts, scaler = self._parts, self._parts.stepper.scaler
         coefficient = parts.grid.size / max(1, batch.tokens)
         for i, micro in enumerate(batch.micro):
             seed_all(parts.config.run.seed, batch.position, i, parts.grid.rank)
+            capture.next(token_weights=(micro["targets"] != IGNORED).double())
             with parts.numbers.autocast():
                 loss, _ = self._objective(micro["tokens"], micro["targets"], coefficient, micro.get("documents"))
             (loss if scaler is None else scaler.scale(loss)).backward()

@@ -17,7 +17,7 @@ from gramian.core.errors import GramianError
 from gramian.data import DataWorkerDied, StarvationMeter
 from gramian.train.build.remarks import remarks
 from gramian.train.build.run_parts import Parts
-from gramian.train.health.gradient_statistics import GradientStatistics, problems_of
+from gramian.train.health.gradient_statistics import GradientStatistics
 from gramian.train.health.nonfinite_replay import first_nonfinite
 from gramian.train.loop.deferred_metrics import DeferredMetrics, StepAttempt, StepOutcome
 from gramian.train.loop.evaluate import evaluate, health_of, weights_are_finite
@@ -77,7 +77,7 @@ class Trainer:
         self.log = RunLog(parts, folder.path, self.record, self.meter, lambda: self.progress, on_event)
         self.saver = RunSaver(parts, folder.checkpoints, self._judged_facts, self.log.event)
         self._batches: Iterator[Any] = iter(())
-        self._statistics = GradientStatistics(parts) if self.config.run.observe_every else None
+        self._statistics = GradientStatistics(parts)
         self._flagged, self._deaths = False, 0
         decisions = "raw" if self.config.privacy is None else self.config.privacy.decisions
         self._judges_loss, self._judges_validation = decisions == "raw", decisions != "noised"
@@ -172,7 +172,7 @@ class Trainer:
             if isinstance(verdict, Stop):
                 return False, self._stop(verdict, outcome)
             if isinstance(verdict, Rollback):
-                self._roll_back(verdict, attempt.position)
+                self._roll_back(verdict, attempt.position, outcome)
                 return False, None
             self.saver.judge_copy(attempt.position, self.guard.calm)
         return True, None
@@ -183,8 +183,9 @@ class Trainer:
             batch = self._next_batch()
         stepper, progress, rate = self.parts.stepper, self.progress, self._rate()
         stepper.begin(progress.step)
-        if self._statistics is not None and (progress.step + 1) % self.config.run.observe_every == 0:
-            self._observe(self._statistics, batch)
+        every = 0 if progress.repeating else self.config.run.observe_every
+        if every and (progress.step + 1) % every == 0:
+            self._statistics.observe(batch, progress.attempt, self.log)
         try:
             taken = stepper.take(batch, rate, flag)
             if self.config.privacy is not None and not taken.stepped:
@@ -199,17 +200,6 @@ class Trainer:
         )
         self.deferred.add(attempt, taken.values)
         self.progress = progress.after(batch.position, taken.stepped)
-
-    def _observe(self, statistics: GradientStatistics, batch: Any) -> None:
-        """Measure noise scale and layer health on a step's batch, for its line of metrics; a refusal ends the measurements."""
-        try:
-            self.log.observed[self.progress.attempt] = numbers = statistics.measure(batch)
-        except GramianError as problem:
-            self._statistics = None
-            self.log.event({"event": "not_observed", "text": f"noise scale and layer health: {problem}"})
-            return
-        if problems := problems_of(numbers["layers"]):
-            self.log.event({"event": "unhealthy", "problems": problems})
 
     def _next_batch(self) -> Any:
         """Return the next batch of the run; data workers that died are started again, up to `DEATHS` times."""
@@ -335,25 +325,28 @@ class Trainer:
 
     # ---- trouble -----------------------------------------------------------------------------------------------------
 
-    def _roll_back(self, verdict: Rollback, judged: int) -> None:
+    def _roll_back(self, verdict: Rollback, judged: int, outcome: StepOutcome | None = None) -> None:
         """Restore the state before the first suspicious step, and leave out the data of all suspicious steps from now on.
 
         `judged` is the data position of the last batch whose metrics the guard has seen. A later batch is not left out, even if
-        it has a suspicious step's number because the loss scaler skipped that step.
+        it has a suspicious step's number because the loss scaler skipped that step. `outcome`: of the step that failed, which
+        is replayed if it is not finite, so that the event names the module; None: nothing is replayed.
         """
         before, repeatable = self.progress, self.parts.stepper.repeatable
+        replayed = outcome is not None and not _is_finite(outcome) and repeatable and self.config.compile.mode == "off"
+        found = f"; {self._first_nonfinite(outcome.attempt)}" if replayed and outcome else ""
         bad = {position for step, position in before.trail if step in verdict.skip and position <= judged}
         saved = self._restore(*self.saver.state_before(verdict.to_before), verdict.to_before)
         self.progress = before.rolled_back(saved, verdict.to_before, frozenset(bad), repeatable)
         self.saver.drop_after(self.step)
-        event = {"event": "rollback", "from": before.step, "to": self.step, "reason": verdict.reason}
+        event = {"event": "rollback", "from": before.step, "to": self.step, "reason": f"{verdict.reason}{found}"}
         self.log.event({**event, "skipped": sorted(bad), "lr_factor": verdict.lr_factor})
         if repeatable:  # draws of a private run go on
             self._batches = self.parts.batches_from(self.progress.position, self.progress.skipped)
 
     def _stop(self, verdict: Stop, outcome: StepOutcome | None = None) -> Ended:
         report = verdict.report
-        if outcome is not None and not (math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)):
+        if outcome is not None and not _is_finite(outcome):
             report += f"\n{self._first_nonfinite(outcome.attempt)}"
         self.log.event({"event": "stopped", "reason": verdict.reason, "report": report})
         return Ended(self.step, "stopped", report)
@@ -398,3 +391,8 @@ class Trainer:
         self.log.event({"event": "last_state_not_finite", "resumes_from": saver.snapshots.steps[-1]})
         if saver.snapshots.newest.step > saver.written:
             saver.write(saver.snapshots.newest)
+
+
+def _is_finite(outcome: StepOutcome) -> bool:
+    """Whether loss and gradient norm of a step are finite."""
+    return math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)
