@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gramian
 from gramian.core.errors import GramianError
+from gramian.models.gpt import GPT, GPTConfig
 from gramian.taps.hub import hub_of
 from gramian.taps.proof.proof_runs import ProofRuns
 from gramian.taps.proof.prover import Proven, Prover
@@ -666,3 +667,16 @@ def test_rounding_that_varies_now_and_then_on_a_gpu_is_no_reason_to_refuse(
     monkeypatch.setattr(ProofRuns, "on_gpu", True)
     assert [refused() for _ in range(30)] == [coupled > 0] * 30
     assert any(at_chance)  # without a look at repetitions
+
+
+def test_dropout_in_recomputed_blocks_is_as_exact_as_in_stored_ones() -> None:
+    """Where a run of the proof is without dropout, the second run of a checkpoint is, too."""
+    tokens_BT, found = torch.randint(32, (4, 8)), []
+    for blocks in (0, 1):
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(layers=2, width=16, heads=2, context=8, vocabulary=32, dropout=0.1))
+        model.checkpoint_blocks = blocks
+        with gramian.per_sample_norms(model, loss_reduction="mean") as norms:
+            F.cross_entropy(model(tokens_BT).flatten(0, 1), tokens_BT.flatten()).backward()
+        found.append(norms.values)
+    assert torch.allclose(*found, rtol=1e-6)

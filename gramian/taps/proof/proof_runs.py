@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 
 from gramian.core.errors import GramianError
 from gramian.kernels.checksums import checksums
@@ -326,6 +327,8 @@ def _gradients(pairs: Sequence[tuple[Tensor, Tensor]], weights: dict[str, Tensor
 def _grad(pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """Gradients of (output, cotangent) pairs with respect to `inputs`, without the user's hooks on these; None: no gradient.
 
+    `torch.autograd.grad` would leave the torch function mode `WithoutDropout`, in which a checkpoint's second run must run too.
+
     Raises:
         GramianError: for a reentrant checkpoint, which cannot be differentiated in this way.
     """
@@ -335,7 +338,8 @@ def _grad(pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> S
     for found, _ in hooks:
         found.clear()  # what the user does to a weight's gradient is not the layer's
     try:
-        return torch.autograd.grad([y for y, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
+        outputs, cotangents = zip(*pairs, strict=True)
+        return _engine_run_backward(outputs, cotangents, False, False, tuple(inputs), True, accumulate_grad=False)
     except RuntimeError as error:
         if "use_reentrant=True" not in str(error):
             raise
