@@ -5,7 +5,7 @@ from typing import Any
 from gramian.analysis.options import Settings
 from gramian.cli.demo.demo_plan import DemoPlan
 from gramian.data.options import DataSection
-from gramian.train.config.config_sections import DoctorSection, ModelSection
+from gramian.train.config.config_sections import DoctorSection, ModelSection, PrivacySection
 
 
 def small(**changes: Any) -> DemoPlan:
@@ -17,6 +17,7 @@ def small(**changes: Any) -> DemoPlan:
         "data": DataSection(limit_bytes=200_000, length=16, batch=4, workers=0),
         "private_steps": 4,
         "private_batch": 4,
+        "privacy": PrivacySection(target_epsilon=3.0, accountant="rdp"),
         "curvature_tokens": 32,
         "curvature": Settings(eigenvalues=1, probes=2, steps=2),
         "warmup": 2,

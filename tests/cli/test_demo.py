@@ -22,6 +22,7 @@ from gramian.train.doctor.check import Check
 from tests.cli.small_demo import small
 
 RUNS = ("teacher", "ce-only", "distilled", "private")
+pytestmark = pytest.mark.xdist_group("demo")  # one finished demo for all
 
 
 @dataclass(frozen=True)
