@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gramian.cli.command_errors import is_first_process
 from gramian.cli.config_arguments import check_device, positive_integer, seed_number
-from gramian.cli.terminal import make_console, progress_bar, show
+from gramian.cli.terminal import duration, make_console, progress_bar, show
 from gramian.core.errors import GramianError
 
 if TYPE_CHECKING:
@@ -134,20 +134,12 @@ def _affordable(console: Any, model: Any, validation: Any, stride: int, device: 
     count, length = len(validation), validation.length
     each = 2 * sum(p.numel() for p in model.parameters()) * length / RATES[device]
     seconds = each * count * (1 + length / stride)
-    show(console, f"scoring {count:,} windows of {length:,} tokens takes about {_duration(seconds)}")
+    show(console, f"scoring {count:,} windows of {length:,} tokens takes about {duration(seconds)}")
     if seconds <= 2 * ENOUGH:
         return None
     windows = max(1, min(count, int(ENOUGH / each / 2)))
     show(console, f"the first {windows:,} of each protocol are scored; --windows {count:,} scores all".replace(",", ""))
     return windows
-
-
-def _duration(seconds: float) -> str:
-    """A rough duration as text: "3 s", "5 minutes" or "2 hours"."""
-    for unit, size in (("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.0f} {unit}"
-    return f"{max(1, seconds):.0f} s"
 
 
 def _text(arguments: argparse.Namespace, config: Config, model: Any) -> str:

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from gramian.cli.terminal import make_console, show
+from gramian.core.byte_amounts import format_bytes
 from gramian.core.errors import GramianError
 
-TEXT = {"text": (".txt", ".md"), "jsonl": (".jsonl", ".ndjson")}
-"""{value of `data.source`: suffixes of the files that are looked for in DIR}."""
+LOOKED_FOR = (".txt", ".md", ".jsonl", ".ndjson")
+"""Suffixes of the files that are looked for in DIR."""
+FEWEST_TOKENS = 256
+"""Least number of tokens that a config is written for."""
 CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
 """Keys of a Hugging Face config.json that state how many tokens a model reads."""
 
@@ -62,58 +65,44 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _values(folder: Path, text: list[str] | None, model: str | None) -> tuple[dict[str, Any], str]:
     """{"section.key": value} of the new config, and one line that says what it trains, on what."""
+    from gramian.data.first_look import look_at_files
+
     found = _texts(folder) if text is None else [Path(name) for name in text]
-    for file in found:
-        if not file.exists():
-            raise GramianError(
-                f"argument --text: {file} does not exist; expected text or JSONL files, or folders of them"
-            )
+    look = look_at_files(found, "argument --text") if found else None
     home = _model_folder(folder) if model is None else Path(model)
     values: dict[str, Any] = {
         "run.folder": f"runs/{(Path(os.path.abspath(folder)).name or 'run') if folder != Path('.') else 'run'}"
     }
+    length, trained = 128, "trains a small GPT"
     if home is not None:
-        length = min(512, _context(home))
+        length, trained = min(512, _context(home)), f"fine-tunes {home}"
         values |= {"model.path": str(home), "data.length": length}
-    if found:
-        values |= {"data.source": _source(found), "data.files": [str(file) for file in found]}
-    elif home is not None:
+    if look is None:
+        if home is not None:
+            raise GramianError(
+                f"argument --text: none given, and no text file in {folder}; expected what to train {home} on"
+            )
+        return values, f"{trained} on the embedded corpus"
+    tokens = look.size // (4 if home is not None else 1)
+    if tokens < FEWEST_TOKENS:
         raise GramianError(
-            f"argument --text: none given, and no text file in {folder}; expected what to train {home} on"
+            f"argument --text: {look.size:,} bytes are about {tokens:,} tokens; expected at least {FEWEST_TOKENS:,}"
         )
-    size = sum(
-        file.stat().st_size
-        for path in found
-        for file in ([path] if path.is_file() else path.rglob("*"))
-        if file.is_file()
-    )
-    if found:
-        windows = size // (values.get("data.length", 128) * (4 if home else 1))
-        values["data.batch"] = max(1, min(16, windows // 8))
-    trained = f"fine-tunes {home}" if home is not None else "trains a small GPT"
-    on = (
-        f"{', '.join(map(str, found[:3]))}{' …' * (len(found) > 3)} ({size / 1e6:,.1f} MB)"
-        if found
-        else "the embedded corpus"
-    )
-    return values, f"{trained} on {on}"
+    length = min(length, tokens // 16)
+    values |= {"data.source": look.source, "data.files": [str(file) for file in found], "data.length": length}
+    values["data.batch"] = max(1, min(16, tokens // length // 8))
+    if look.field != "text":
+        values["data.field"] = look.field
+    named = f"{', '.join(map(str, found[:3]))}{' …' * (len(found) > 3)}"
+    files = "1 file" if look.files == 1 else f"{look.files:,} files"
+    return values, f"{trained} on {named} ({files}, {format_bytes(look.size)})"
 
 
 def _texts(folder: Path) -> list[Path]:
-    """Text files in a folder, or JSONL files if there is no text; sorted, without hidden files and READMEs."""
-    for suffixes in TEXT.values():
-        files = sorted(
-            file for file in folder.glob("*") if file.suffix in suffixes and not file.name.startswith((".", "README"))
-        )
-        if files:
-            return files
-    return []
-
-
-def _source(files: list[Path]) -> str:
-    """`data.source` of some files or folders: "jsonl" if their suffixes are those of JSON lines, else "text"."""
-    names = [file for path in files for file in ([path] if path.is_file() else path.rglob("*"))]
-    return "jsonl" if any(file.suffix in TEXT["jsonl"] for file in names) else "text"
+    """Text and JSONL files in a folder, sorted, without hidden files and READMEs."""
+    return sorted(
+        file for file in folder.glob("*") if file.suffix in LOOKED_FOR and not file.name.startswith((".", "README"))
+    )
 
 
 def _model_folder(folder: Path) -> Path | None:

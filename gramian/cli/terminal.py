@@ -76,6 +76,14 @@ def in_parts(parts: int, line: Callable[[int, int, str], None]) -> Update:
     return update
 
 
+def duration(seconds: float) -> str:
+    """A rough duration as text: "3 s", "5 minutes" or "2 hours"."""
+    for unit, size in (("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{max(1, seconds):.0f} s"
+
+
 @contextmanager
 def progress_bar(console: Console, title: str = "") -> Iterator[Update]:
     """Context manager whose value is a progress callback; on a terminal it draws a bar with the remaining time."""

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gramian.cli.command_errors import RunFailed, is_first_process, is_out_of_memory
@@ -76,19 +77,28 @@ def train(config: Config) -> int:
         finally:
             try:
                 if grid.rank == 0 and not problem:
-                    end_with_report(folder)
+                    report = end_with_report(folder)
+                    if report is not None:
+                        print(f"report: {report}")
             finally:
                 folder.__exit__(None, None, None)
 
 
-def end_with_report(folder: RunFolder) -> None:
-    """Write report.html into a run folder if its config asks for it; a failure is an event and a line, and fails nothing."""
-    if folder.config.run.report:
-        from gramian.report.report_file import write_run_report
+def end_with_report(folder: RunFolder) -> Path | None:
+    """Write report.html into a run folder if its config asks for it; a failure is an event and a line, and fails nothing.
 
-        failure = write_run_report(folder.path, private=folder.config.privacy is not None)
-        if failure is not None:
-            print(f"gramian: {failure}", file=sys.stderr)
+    Returns:
+        The page; None if none was written.
+    """
+    if not folder.config.run.report:
+        return None
+    from gramian.report.report_file import FILE, write_run_report
+
+    failure = write_run_report(folder.path, private=folder.config.privacy is not None)
+    if failure is not None:
+        print(f"gramian: {failure}", file=sys.stderr)
+    page = folder.path / FILE
+    return page if failure is None and page.exists() else None
 
 
 def _train(config: Config, grid: ProcessGrid, folder: RunFolder) -> int:

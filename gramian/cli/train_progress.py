@@ -1,9 +1,15 @@
-"""What `gramian train` prints: a bar with loss, learning rate and remaining time, and a line for each event."""
+"""What `gramian train` prints: a bar with loss, learning rate and remaining time, and a line for each event.
+
+Without a terminal, as in a log file, a line after every tenth of the run takes the place of the bar.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from gramian.cli.terminal import duration, in_parts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,6 +37,8 @@ EVENT_LINES = {
     "{every_500:.1%} every 500, at most {every_auto:.0%} with eval.every=auto",
 }
 """{event: the line that is printed for it}, with fields of the event in braces."""
+TENTHS = 10
+"""Number of parts of a run after each of which a line is printed if there is no terminal."""
 
 
 class Progress:
@@ -52,6 +60,8 @@ class Progress:
         )
         self._task = self._bar.add_task("training", total=config.run.steps, state="")
         self._label = " (not covered by ε)" if config.privacy is not None else ""
+        self._steps, self._first_step, self._started = config.run.steps, 0, 0.0
+        self._lines = None if console.is_terminal else in_parts(TENTHS, self._print_line)
 
     def __enter__(self) -> Progress:
         self._bar.start()
@@ -65,7 +75,19 @@ class Progress:
         state = f"loss {outcome.loss:.4f}{self._label}  lr {outcome.attempt.rate:.2e}"
         if run.best is not None:
             state += f"  best validation {run.best['loss']:.4f}"
-        self._bar.update(self._task, completed=outcome.attempt.step + 1, state=state)
+        done = outcome.attempt.step + 1
+        self._bar.update(self._task, completed=done, state=state)
+        if self._lines is not None:
+            if not self._started:
+                self._first_step, self._started = done, time.perf_counter()
+            self._lines(done, self._steps, state)
+
+    def _print_line(self, done: int, total: int, state: str) -> None:
+        """Print a line about the steps so far, with the remaining time as the steps of this process took it."""
+        taken, left = done - self._first_step, ""
+        if taken > 0:
+            left = f"  {duration((time.perf_counter() - self._started) / taken * (total - done))} left"
+        self._console.print(f"step {done} of {total}: {state}{left}", markup=False, highlight=False, soft_wrap=True)
 
     def show_event(self, event: Mapping[str, Any]) -> None:
         """Print the line of a logged event, if `EVENT_LINES` has one; may be called from any thread."""

@@ -25,6 +25,13 @@ SUFFIXES: dict[str, tuple[str, ...]] = {
 """{source: suffixes of the files read from a folder}; a text or JSONL file that the config names may have any suffix."""
 
 
+OTHER_KINDS = {
+    b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "compressed by gzip", b"PK": "a zip archive",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd", b"%PDF": "a PDF", b"PAR1": "a Parquet file",
+}  # fmt: skip
+"""{first bytes of a file: what it is instead of text}."""
+
+
 @dataclass(frozen=True)
 class File:
     """A file to read; `named` if the config names the file itself and not a folder above it."""
@@ -58,7 +65,7 @@ def find_files(names: Sequence[str], source: Source, field: str = "data.files") 
         except OSError as problem:
             raise unreadable(path, problem) from None
         if folder:
-            inside = sorted(_files_below(path, SUFFIXES[source]), key=lambda file: file.as_posix())
+            inside = sorted(files_below(path, SUFFIXES[source]), key=lambda file: file.as_posix())
             if not inside:
                 raise GramianError(
                     f"{field}: {name} has no file to read; expected files ending in {', '.join(SUFFIXES[source])}"
@@ -82,13 +89,24 @@ def read_bytes(path: Path) -> bytes:
 def read_text(file: File) -> bytes:
     """Return the bytes of a text file; raises if they are not UTF-8, or if a file that the config itself names is empty."""
     content = read_bytes(file.path)
-    try:
-        content.decode()
-    except UnicodeDecodeError as problem:
-        raise GramianError(f"{file.path}: byte {problem.start} is not UTF-8; expected text in UTF-8") from None
+    why = why_not_utf8(content, complete=True)
+    if why is not None:
+        raise GramianError(f"{file.path}: {why}; expected text in UTF-8")
     if not content and file.named:
         raise GramianError(f"{file.path}: is empty; expected text")
     return content
+
+
+def why_not_utf8(content: bytes, *, complete: bool = False) -> str | None:
+    """Text that says why bytes are not UTF-8, and what else they are; None if they are. Not `complete`: a file's beginning."""
+    try:
+        content.decode()
+        return None
+    except UnicodeDecodeError as problem:
+        if not complete and problem.reason == "unexpected end of data":
+            return None
+        kind = next((kind for mark, kind in OTHER_KINDS.items() if content.startswith(mark)), None)
+        return f"byte {problem.start} is not UTF-8" if kind is None else f"is {kind} and not UTF-8"
 
 
 def read_lines(path: Path, field: str) -> Iterator[bytes]:
@@ -159,12 +177,9 @@ def read_sidecar(path: Path) -> Sidecar | None:
     return Sidecar(dtype, vocabulary, end)
 
 
-def unreadable(path: Path, problem: OSError) -> GramianError:
-    """Return the GramianError to raise for a file whose reading failed with the OSError `problem`."""
-    return GramianError(f"{path}: cannot be read ({problem.strerror}); expected a file that can")
+def files_below(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
+    """Yield the files below a folder that end in one of `suffixes`, in any order; what is hidden is skipped."""
 
-
-def _files_below(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
     def refuse(problem: OSError) -> None:
         raise unreadable(Path(problem.filename), problem) from None
 
@@ -174,6 +189,11 @@ def _files_below(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
             path = Path(place, name)
             if not name.startswith(".") and path.suffix.lower() in suffixes and path.is_file():
                 yield path
+
+
+def unreadable(path: Path, problem: OSError) -> GramianError:
+    """Return the GramianError to raise for a file whose reading failed with the OSError `problem`."""
+    return GramianError(f"{path}: cannot be read ({problem.strerror}); expected a file that can")
 
 
 def _open_bin(path: Path, sidecar: Sidecar | None) -> Ids:

@@ -13,12 +13,15 @@ from gramian.data.data_files import File, find_files, open_tokens, read_lines, r
 from gramian.data.embedded_corpus import load_corpus
 from gramian.data.options import DataSection
 from gramian.data.token_stream import CHUNK, Stream, content_hash
-from gramian.data.tokenizer import Ids, Tokenizer, token_type
+from gramian.data.tokenizer import ByteTokenizer, Ids, Tokenizer, token_type
 
 Int64s = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 VALIDATES_BELOW = 2**64 // 20
 """Without validation files, documents whose 64-bit hash is below this bound, about 5 % of all, are for validation."""
+USUAL_SHARE = (0.01, 0.2)
+"""Least and largest share of the tokens that a split by hashes may hold out; of few documents it is anything from 0 to 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,9 +48,9 @@ def read_documents(data: DataSection, tokenizer: Tokenizer) -> Documents:
 
     Text is stored as tokens of 2 or 4 bytes; token files are memory maps and stay on disk. `data.validation_files` are the
     validation split. Without them a hash of its content assigns each document to a split, about 5 % of them to validation, so
-    equal documents are in the same split and a document's split does not depend on other documents. If that leaves a split
-    empty, as it does for a single file, the last 5 % of the tokens are for validation. The embedded corpus is split by a hash
-    of each file's path.
+    equal documents are in the same split and a document's split does not depend on other documents. If that holds out less
+    than 1 % or more than 20 % of the tokens, as it does for one file or for a few, the last 5 % of the tokens are for
+    validation instead. The embedded corpus is split by a hash of each file's path.
 
     Raises:
         GramianError: one line that names the file, or the field that leaves a split empty.
@@ -66,19 +69,17 @@ def read_documents(data: DataSection, tokenizer: Tokenizer) -> Documents:
         return Documents(train, validation, read + more_read, empty + more_empty, held_out="files")
     if data.source == "tokens":
         stream, read, empty = _read(data, data.files, "data.files", tokenizer)
-        validates = stream.document_hashes() < np.uint64(VALIDATES_BELOW)
-        if validates.all() or not validates.any():
-            return _hold_out_tail(stream, read, empty, data.length)
-        return Documents(stream.select(~validates), stream.select(validates), read, empty)
-    splits = (_TokenBuffer(tokenizer), _TokenBuffer(tokenizer))
+        return _split(
+            stream, stream.document_hashes() < np.uint64(VALIDATES_BELOW), read, empty, tokenizer, data.length
+        )
+    buffer, validates = _TokenBuffer(tokenizer), []
     for content in _contents(data, find_files(data.files, data.source)):
-        splits[content_hash(content) < VALIDATES_BELOW].add(content)
-    if min(buffer.documents for buffer in splits):
-        return _documents(*splits)
-    whole, empty = max(splits, key=lambda buffer: buffer.documents), splits[0].empty + splits[1].empty
-    if not whole.documents:
-        raise GramianError(f"data.files: all {empty} documents are empty; expected text")
-    return _hold_out_tail(whole.stream(), whole.documents + empty, empty, data.length)
+        if buffer.add(content):
+            validates.append(content_hash(content) < VALIDATES_BELOW)
+    if not buffer.documents:
+        raise GramianError(f"data.files: all {buffer.empty} documents are empty; expected text")
+    read = buffer.documents + buffer.empty
+    return _split(buffer.stream(), np.array(validates), read, buffer.empty, tokenizer, data.length)
 
 
 def read_stream(data: DataSection, files: Sequence[str], tokenizer: Tokenizer, field: str = "data.files") -> Stream:
@@ -127,6 +128,7 @@ def _token_stream(files: Sequence[File], name: str, tokenizer: Tokenizer) -> tup
     """
     arrays: list[Ids] = []
     edges: list[Int64s] = [np.zeros(1, dtype=np.int64)]
+    contents: list[Int64s] = []
     kinds: dict[tuple[int, int], Path] = {}
     empty = 0
     for file in files:
@@ -144,12 +146,16 @@ def _token_stream(files: Sequence[File], name: str, tokenizer: Tokenizer) -> tup
                 f"{file.path}: vocabulary {kind[0]}, end {kind[1]}; expected {ours[0]} and {ours[1]} as in data.tokenizer"
             )
         stops = _stops(ids, *kind, file.path)
-        empty += int((ids[stops[np.diff(stops, prepend=0) == 1] - 1] == kind[1]).sum())
+        contents.append(np.diff(stops, prepend=0) - (ids[stops - 1] == kind[1]))
+        empty += int((contents[-1] == 0).sum())
         edges.append(edges[-1][-1] + stops)
         arrays.append(ids)
     vocabulary, end = next(iter(kinds))
     digest = tokenizer.digest if (vocabulary, end) == (tokenizer.vocabulary, tokenizer.end) else f"{vocabulary}/{end}"
-    stream = Stream(arrays, np.concatenate(edges), vocabulary=vocabulary, end=end, tokenizer=digest)
+    text_bytes = np.concatenate(contents) if digest == ByteTokenizer.digest else None
+    stream = Stream(
+        arrays, np.concatenate(edges), vocabulary=vocabulary, end=end, tokenizer=digest, text_bytes=text_bytes
+    )
     return stream, stream.documents, empty
 
 
@@ -180,18 +186,25 @@ def _refuse_common(data: DataSection) -> None:
             raise GramianError(f"data.validation_files: {file.path} is in data.files too; expected different files")
 
 
-def _hold_out_tail(stream: Stream, read: int, empty: int, length: int) -> Documents:
-    """Split a stream of so few documents that their hashes leave a split empty: its last 5 % are for validation.
+def _split(stream: Stream, validates: Flags, read: int, empty: int, tokenizer: Tokenizer, length: int) -> Documents:
+    """Hold out the documents where `validates` [documents] is true, or the stream's last 5 % if those are too few or too many.
 
-    These are at least the tokens of one window of `length`. Raises a GramianError if fewer are left for training.
+    The last 5 % are at least the tokens of one window of `length`. Where the stream is too short for that, the documents are
+    held out whatever their share; raises a GramianError if they leave a split empty.
     """
+    sizes = np.diff(stream.edges)
+    share = int(sizes[validates].sum()) / len(stream)
     tail = max(-(-len(stream) // 20), length + 1)
-    if len(stream) - tail <= length:
+    fits = len(stream) - tail > length
+    least, most = USUAL_SHARE
+    if least <= share <= most or (not fits and 0 < share < 1):
+        return Documents(stream.select(~validates), stream.select(validates), read, empty)
+    if not fits:
         raise GramianError(
             f"data.files: {len(stream):,} tokens; expected at least {2 * (length + 1):,}, a window of data.length {length:,} "
             "for training and one for validation, or a smaller data.length"
         )
-    return Documents(*stream.split(len(stream) - tail), read, empty, held_out="tail")
+    return Documents(*stream.split(len(stream) - tail, tokenizer), read, empty, held_out="tail")
 
 
 class _TokenBuffer:
@@ -201,30 +214,40 @@ class _TokenBuffer:
         self._tokenizer = tokenizer
         self._tokens = np.empty(1 << 16, dtype=token_type(tokenizer.vocabulary))
         self._edges = [0]
+        self._text_bytes: list[int] = []
         self.empty = 0
 
     @property
     def documents(self) -> int:
         return len(self._edges) - 1
 
-    def add(self, content: bytes) -> None:
-        """Tokenise a document and append it and the end-of-document id; an empty document is only counted."""
+    def add(self, content: bytes) -> bool:
+        """Tokenise a document and append it and the end-of-document id; an empty document is only counted, and gives False."""
         ids = self._tokenizer.encode(content)
         if not len(ids):
             self.empty += 1
-            return
+            return False
         begin, stop = self._edges[-1], self._edges[-1] + len(ids) + 1
         if stop > len(self._tokens):
             self._tokens.resize(max(stop, 2 * len(self._tokens)), refcheck=False)
         self._tokens[begin : stop - 1] = ids
         self._tokens[stop - 1] = self._tokenizer.end
         self._edges.append(stop)
+        self._text_bytes.append(len(content))
+        return True
 
     def stream(self) -> Stream:
         """Return the stream of all documents that were added; nothing can be added afterwards."""
         tokenizer, edges, tokens = self._tokenizer, np.array(self._edges, dtype=np.int64), self._tokens
         tokens.resize(edges[-1], refcheck=False)
-        return Stream([tokens], edges, vocabulary=tokenizer.vocabulary, end=tokenizer.end, tokenizer=tokenizer.digest)
+        return Stream(
+            [tokens],
+            edges,
+            vocabulary=tokenizer.vocabulary,
+            end=tokenizer.end,
+            tokenizer=tokenizer.digest,
+            text_bytes=np.array(self._text_bytes, dtype=np.int64),
+        )
 
 
 def _documents(train: _TokenBuffer, validation: _TokenBuffer) -> Documents:

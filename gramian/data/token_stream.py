@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gramian.data.tokenizer import Ids
+from gramian.data.tokenizer import Ids, Tokenizer
 
 Int64s = npt.NDArray[np.int64]
 
@@ -30,14 +31,25 @@ class Stream:
         vocabulary: number of token ids; every token is below it.
         end: the token that ends a document.
         tokenizer: digest of the tokenizer that produced the tokens.
+        text_bytes: UTF-8 bytes of each document's text, int64 [documents]; None: not known, as of token files.
 
     Example:
         >>> Stream([np.array([5, 6, 0, 7, 0])], np.array([0, 3, 5]), vocabulary=8, end=0).documents
         2
     """
 
-    def __init__(self, arrays: Sequence[Ids], edges: Int64s, *, vocabulary: int, end: int, tokenizer: str = "") -> None:
+    def __init__(
+        self,
+        arrays: Sequence[Ids],
+        edges: Int64s,
+        *,
+        vocabulary: int,
+        end: int,
+        tokenizer: str = "",
+        text_bytes: Int64s | None = None,
+    ) -> None:
         self.edges = edges
+        self.text_bytes = text_bytes
         self.vocabulary = vocabulary
         self.end = end
         self.tokenizer = tokenizer
@@ -83,19 +95,38 @@ class Stream:
         first = np.ones(len(chosen), dtype=bool)
         first[1:] = (np.diff(chosen) != 1) | (np.diff(run) != 0)
         edges = np.concatenate([[0], np.cumsum(stops - begins)]).astype(np.int64)
-        part = Stream([], edges, vocabulary=self.vocabulary, end=self.end, tokenizer=self.tokenizer)
-        part._arrays = self._arrays
+        part = copy.copy(self)
+        part.edges = edges
+        part.text_bytes = None if self.text_bytes is None else self.text_bytes[chosen]
         part._starts = np.concatenate([edges[:-1][first], edges[-1:]])
         part._array_of = self._array_of[run[first]]
         part._begins = self._begins[run[first]] + begins[first] - self._starts[run[first]]
         return part
 
-    def split(self, at: int) -> tuple["Stream", "Stream"]:
-        """Return two streams: the first `at` tokens, and the others. A document across the cut is one document in each."""
+    def split(self, at: int, tokenizer: Tokenizer) -> tuple["Stream", "Stream"]:
+        """Return two streams: the first `at` tokens, and the others. A document across the cut is one document in each.
+
+        `tokenizer` decodes the second part of such a document, whose bytes of text are counted.
+        """
         whole = copy.copy(self)
         whole.edges = np.union1d(self.edges, [at])
+        if self.text_bytes is not None and len(whole.edges) > len(self.edges):
+            cut = int(np.searchsorted(whole.edges, at))
+            after = len(tokenizer.decode(self.read(at, int(whole.edges[cut + 1]))).encode(errors="replace"))
+            after = min(after, int(self.text_bytes[cut - 1]))
+            whole.text_bytes = np.insert(self.text_bytes, cut, after)
+            whole.text_bytes[cut - 1] -= after
         before = whole.edges[:-1] < at
         return whole.select(before), whole.select(~before)
+
+    def bits_per_byte(self, loss: float) -> float | None:
+        """Bits per byte of text for a mean loss in nats per token: loss / (ln 2 · mean bytes of a token); None: not known.
+
+        Models with different tokenizers compare by it. The end of a document is a token of no bytes.
+        """
+        if self.text_bytes is None or not (total := int(self.text_bytes.sum())):
+            return None
+        return loss / math.log(2) * len(self) / total
 
     def document_hashes(self) -> npt.NDArray[np.uint64]:
         """64-bit hash of each document's tokens without the end id, uint64 [documents]; reads the stream once."""

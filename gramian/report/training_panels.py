@@ -1,6 +1,5 @@
 """Panels of training: loss, perplexity and bits per byte, distillation, learning rate, gradient norm, spikes, speed, memory."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from gramian.report.step_curves import Getter, field, nested, step_panel, timed
 
 LOSS, TEACHING, OPTIMIZER, SPIKES, SPEED = "Loss", "Distillation", "Optimizer", "Spike health", "Speed and memory"
 LAYERS = "Layer health"
-LOSS_SOURCES = ("loss", "validation_loss", "perplexity", "validation_perplexity")
+LOSS_SOURCES = ("loss", "validation_loss")
 COMPARED = ("source", "files", "validation_files", "tokenizer", "length", "limit_bytes", "pack")
 """Keys of [data] that teacher and student share if their validation losses can be compared."""
 
@@ -58,13 +57,8 @@ def best_evaluation(run: RunData) -> Line | None:
     return min(found, key=lambda line: float(line["validation_loss"]), default=None)
 
 
-def is_byte_level(run: RunData) -> bool:
-    """Whether every token of a run is a byte, so that nats per token are nats per byte."""
-    return bool(run.option("data", "tokenizer") == "bytes")  # a resolved config never has "auto"
-
-
-def teacher_losses(runs: Sequence[RunData]) -> list[Reference]:
-    """Best validation loss of the teacher of each run whose teacher is a run on the same data, as reference lines."""
+def teacher_references(runs: Sequence[RunData], name: str) -> list[Reference]:
+    """Number `name` of the best evaluation of each run's teacher, where that is a run on the same data, as reference lines."""
     found = []
     for run in runs:
         path = run.option("teacher", "path")
@@ -72,53 +66,33 @@ def teacher_losses(runs: Sequence[RunData]) -> list[Reference]:
             continue
         teacher = read_run(Path(path), "teacher")
         best = best_evaluation(teacher)
-        if best is not None and all(run.option("data", key) == teacher.option("data", key) for key in COMPARED):
-            found.append(Reference(run.name, "teacher", float(best["validation_loss"])))
+        value = None if best is None else number(best.get(name))
+        if value is not None and all(run.option("data", key) == teacher.option("data", key) for key in COMPARED):
+            found.append(Reference(run.name, "teacher", value))
     return found
 
 
 def _loss(panel: Any, runs: Sequence[RunData]) -> Iterable[Panel | None]:
-    teachers = teacher_losses(runs)
-    note = "Dashed: the teacher's best validation loss in its own run." if teachers else ""
-    yield panel(
-        LOSS,
-        "Loss",
-        {"training": field("loss"), "validation": field("validation_loss")},
-        axis="nats per token",
-        sources=LOSS_SOURCES,
-        note=note,
-        references=teachers,
+    dashed = "Dashed: the teacher's best validation loss in its own run."
+    per_byte = (
+        "Of the text: runs with different tokenizers compare by it. The end of a document is a token of no bytes."
     )
-    yield panel(
-        LOSS,
-        "Perplexity",
-        {"training": field("perplexity"), "validation": field("validation_perplexity")},
-        axis="perplexity",
-        sources=LOSS_SOURCES,
-        log=True,
-        references=[Reference(one.run, one.label, math.exp(min(one.value, 700.0))) for one in teachers],
-    )
-    byte_level = [run.name for run in runs if is_byte_level(run)]
-    if len(byte_level) == len(runs):
+    for title, name, axis, note in (
+        ("Loss", "loss", "nats per token", dashed),
+        ("Perplexity", "perplexity", "perplexity", ""),
+        ("Bits per byte", "bits_per_byte", "bits per byte", per_byte),
+    ):
+        teachers = teacher_references(runs, f"validation_{name}")
         yield panel(
             LOSS,
-            "Bits per byte",
-            {"training": _bits("loss"), "validation": _bits("validation_loss")},
-            axis="bits per byte",
-            note="The end of a document counts as a byte, too.",
+            title,
+            {"training": field(name), "validation": field(f"validation_{name}")},
+            axis=axis,
             sources=LOSS_SOURCES,
-            references=[Reference(one.run, one.label, one.value / math.log(2)) for one in teachers],
+            note=note if teachers or note != dashed else "",
+            log=name == "perplexity",
+            references=teachers,
         )
-
-
-def _bits(name: str) -> Getter:
-    """Getter of a loss in bits."""
-
-    def get(line: Line) -> float | None:
-        value = number(line.get(name))
-        return None if value is None else value / math.log(2)
-
-    return get
 
 
 def _teaching(panel: Any) -> Iterable[Panel | None]:

@@ -50,12 +50,16 @@ def test_the_perplexities_are_those_of_a_loop_over_windows(
     more = [] if stride is None else ["--stride", str(stride)]
     assert main(["eval", str(teacher_run()), "--json", str(path), *more]) == 0
     told, found = capsys.readouterr().out, json.loads(path.read_text())
+    validation = load_windows(load_run(teacher_run()).config.data)[1].stream
     for row, step in zip(found["results"], (None, stride or 12), strict=True):
         loss, tokens = by_hand(teacher_run(), step)
         assert row["loss"] == pytest.approx(loss, rel=1e-5)
         assert (row["tokens"], row["protocol"]) == (tokens, "non-overlapping" if step is None else "sliding")
         assert row["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
-        assert f"perplexity {row['perplexity']:.3f} ({row['protocol']}, windows of 24" in told
+        bits = f"{row['bits_per_byte']:.4f} bits per byte"
+        assert f"perplexity {row['perplexity']:.3f}, {bits} ({row['protocol']}, windows of 24" in told
+        content = [t for t in validation.read(0, len(validation)).tolist() if t != validation.end]
+        assert row["bits_per_byte"] == pytest.approx(loss / math.log(2) * len(validation) / len(content), rel=1e-5)
     assert found["best"] and "the best" in told
 
 

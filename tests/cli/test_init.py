@@ -1,5 +1,6 @@
 """`gramian init`: a config that trains what is there, with comments, and one line for what cannot be."""
 
+import gzip
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def test_one_text_file_trains_with_two_commands(here: Path, capsys: pytest.Captu
     book(here)
     assert main(["init"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "run.toml: trains a small GPT on book.txt (0.0 MB)" and lines[2].split()[:3] == [
+    assert lines[0] == "run.toml: trains a small GPT on book.txt (1 file, 7.5 KB)" and lines[2].split()[:3] == [
         "gramian",
         "train",
         "run.toml",
@@ -65,9 +66,65 @@ def test_without_anything_the_embedded_corpus_is_trained_on(here: Path) -> None:
 
 
 def test_json_lines_are_found(here: Path) -> None:
-    (here / "chat.jsonl").write_text('{"text": "one"}\n' * 99)
+    (here / "chat.jsonl").write_text('{"id": "a long name", "text": "one"}\n' * 99)
+    (here / "posts.ndjson").write_text('{"title": "short", "body": "a longer text"}\n' * 99)
+    for name, field in (("chat.jsonl", "text"), ("posts.ndjson", "body")):
+        assert main(["init", name[:4], "--text", name]) == 0
+        config = load_config(f"{name[:4]}/run.toml")
+        assert (config.data.source, config.data.field) == ("jsonl", field)
+    save_model(here / "gpt2")
+    assert main(["init", "tuned", "--model", "gpt2", "--text", "posts.ndjson"]) == 0
+    assert load_config("tuned/run.toml").data.field == "body"
+    assert (
+        main(["train", "tuned/run.toml", "run.steps=1", "run.device=cpu", "data.workers=0", "schedule.warmup=0"]) == 0
+    )
+
+
+def test_a_short_text_has_short_windows(here: Path) -> None:
+    book(here, lines=20)
     assert main(["init"]) == 0
-    assert load_config("run.toml").data.source == "jsonl"
+    config = load_config("run.toml")
+    assert (
+        config.data.length < 32 and main(["train", "run.toml", *TINY[:-2], "data.workers=0", "schedule.warmup=0"]) == 0
+    )
+
+
+def test_what_cannot_be_trained_on_is_refused_before_a_config_is_written(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "ein Bär läuft\n" * 99
+    (here / "empty.txt").touch()
+    (here / "wide.txt").write_text(words, encoding="utf-16")
+    (here / "unmarked.txt").write_text(words, encoding="utf-16-le")
+    (here / "latin.txt").write_text(words, encoding="latin-1")
+    (here / "packed.txt").write_bytes(gzip.compress(words.encode()))
+    (here / "numbers.jsonl").write_text("[1]\n" * 99)
+    (here / "broken.jsonl").write_text("{'text': 1}\n" * 99)
+    (here / "blank.jsonl").write_text("\n\n")
+    (here / "one.jsonl").write_text('{"one": "text"}\n' * 99)
+    (here / "two.jsonl").write_text('{"two": "text"}\n' * 99)
+    (here / "mixed").mkdir()
+    (here / "mixed" / "a.md").write_text(words)
+    (here / "mixed" / "b.jsonl").write_text('{"one": "text"}\n' * 99)
+    (here / "none").mkdir()
+    (here / "none" / "picture.png").write_bytes(b"x" * 999)
+    for names, line in (
+        (["empty.txt"], "argument --text: 0 bytes are about 0 tokens; expected at least 256"),
+        (["wide.txt"], "wide.txt: is UTF-16 and not UTF-8; expected text in UTF-8"),
+        (["unmarked.txt"], "unmarked.txt: "),
+        (["latin.txt"], "latin.txt: byte 5 is not UTF-8; expected text in UTF-8"),
+        (["packed.txt"], "packed.txt: is compressed by gzip and not UTF-8; expected text in UTF-8"),
+        (["numbers.jsonl"], "numbers.jsonl: the first line has no text; expected one JSON object per line, with"),
+        (["broken.jsonl"], "broken.jsonl: its first line is not JSON; expected one JSON object per line"),
+        (["blank.jsonl"], "blank.jsonl: is empty; expected one JSON object per line"),
+        (["one.jsonl", "two.jsonl"], 'data.field: text stands under "one" of one.jsonl, "two" of two.jsonl; expected'),
+        (["mixed"], "argument --text: text (mixed/a.md) and jsonl (mixed/b.jsonl); expected files of one kind"),
+        (["none"], "argument --text: none has no file to read; expected files ending in .txt, .md"),
+    ):
+        assert main(["init", "--text", *names]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"gramian: {line}") and error.count("\n") == 1, error
+    assert not Path("run.toml").exists()
 
 
 @pytest.mark.parametrize("name", example_names())

@@ -1,6 +1,7 @@
 """Documents from every source: what is read, on which side it falls, and one line for what cannot be read."""
 
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 
 from gramian.core.errors import GramianError
-from gramian.data import load_windows, read_documents, read_stream
+from gramian.data import load_tokenizer, load_windows, read_documents, read_stream
+from gramian.data.documents import VALIDATES_BELOW
 from gramian.data.embedded_corpus import load_corpus
 from gramian.data.options import DataSection
-from gramian.data.token_stream import Stream
+from gramian.data.token_stream import Stream, content_hash
 from gramian.data.tokenizer import ByteTokenizer
+from tests.data.test_tokenizer import saved as saved_tokenizer
 
 TEXTS = [f"document {index}: ünïcode {'x' * (index % 17)}" for index in range(200)]
 
@@ -353,3 +356,56 @@ def test_only_empty_documents_are_refused(tmp_path: Path) -> None:
     assert refused(data_of("jsonl", path, validation=(other,))).startswith(
         "data.validation_files: all 2 documents are empty"
     )
+
+
+# ---- the share that is held out, and bytes of text --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("most_validate", [True, False], ids=["nearly all", "nearly nothing"])
+def test_few_documents_of_unlike_sizes_hold_out_their_tail(tmp_path: Path, kind: str, most_validate: bool) -> None:
+    train, validation = read(*written(tmp_path, kind, TEXTS))
+    large = next(
+        text
+        for number in range(9999)
+        if (content_hash(_hashed(text := f"{number} " + "y" * 9000, kind)) < VALIDATES_BELOW) == most_validate
+    )
+    few = [large, *(train[:2] if most_validate else validation[:1])]
+    data = data_of(*written(tmp_path, kind, few, "few"), length=8)
+    documents = read_documents(data, ByteTokenizer())
+    whole = sum(len(text.encode()) + 1 for text in few)
+    assert documents.held_out == "tail" and len(documents.validation) == -(-whole // 20)
+
+
+def _hashed(text: str, kind: str) -> bytes:
+    content = text.encode()
+    return content if kind in ("text", "jsonl") else np.frombuffer(content, np.uint8).astype("<u4").tobytes()
+
+
+@pytest.mark.parametrize("documents", [1, 200], ids=["tail", "hash"])
+@pytest.mark.parametrize("tokenizer", ["bytes", "pairs"])
+def test_bytes_of_text_are_those_of_each_side(tmp_path: Path, documents: int, tokenizer: str) -> None:
+    name = "bytes" if tokenizer == "bytes" else str(saved_tokenizer(tmp_path / "tokenizer"))
+    contents = ["hello world, hello ü " * 40] if documents == 1 else TEXTS
+    where = written(tmp_path, "jsonl", contents)
+    tokens = load_tokenizer(name)
+    found = read_documents(data_of(*where, length=8, tokenizer=name), tokens)
+    for stream in (found.train, found.validation):
+        text = tokens.decode(stream.read(0, len(stream)))
+        assert stream.text_bytes is not None and len(stream.text_bytes) == stream.documents
+        assert (
+            abs(int(stream.text_bytes.sum()) - len(text.encode())) <= 6
+        )  # a cut character is three bytes on each side
+        assert stream.bits_per_byte(math.log(2)) == pytest.approx(len(stream) / len(text.encode()), rel=0.1)
+    total = sum(len(text.encode()) for text in contents)
+    assert sum(int(stream.text_bytes.sum()) for stream in (found.train, found.validation)) == total  # type: ignore[union-attr]
+
+
+def test_bytes_of_token_files_are_known_of_bytes_alone(tmp_path: Path) -> None:
+    stream = read_stream(data_of("tokens"), [str(write_tokens(tmp_path / "a.bin", TEXTS[:3]))], ByteTokenizer())
+    assert stream.text_bytes is not None
+    assert stream.text_bytes.tolist() == [len(text.encode()) for text in TEXTS[:3]]
+    other = read_stream(
+        data_of("tokens"), [str(sidecar(tmp_path / "b.bin", vocabulary=50257, end=50256))], ByteTokenizer()
+    )
+    assert other.text_bytes is None and other.bits_per_byte(1.0) is None

@@ -44,14 +44,16 @@ def step_line(step: int, attempt: int, **more: Any) -> dict[str, Any]:
         "data_wait": 0.01,
     }
     return {
-        "step": step, "attempt": attempt, "loss": loss, "perplexity": math.exp(loss), "lr": 1e-3 * step, "grad_norm": 1.5,
-        "clip_share": 0.25, "scale": None, "tokens": 256 * step, **more, "time": {**timing, "eval_share": 0.02},
+        "step": step, "attempt": attempt, "loss": loss, "perplexity": math.exp(loss), "bits_per_byte": loss / 2,
+        "lr": 1e-3 * step, "grad_norm": 1.5, "clip_share": 0.25, "scale": None, "tokens": 256 * step, **more,
+        "time": {**timing, "eval_share": 0.02},
     }  # fmt: skip
 
 
 def eval_line(step: int, attempt: int, **more: Any) -> dict[str, Any]:
     loss = 2.1 + 3 * math.exp(-step / 20)
     line = {"step": step, "attempt": attempt, "validation_loss": loss, "validation_perplexity": math.exp(loss)}
+    line["validation_bits_per_byte"] = loss / 2
     return {**line, "validation_tokens": 100, **more, "time": {"seconds": 0.1, "eval_share": 0.02}}
 
 

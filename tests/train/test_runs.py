@@ -124,6 +124,7 @@ def test_the_loop_is_what_a_hand_written_one_does(tmp_path: Path) -> None:
         assert line["loss"] == pytest.approx(float(loss), rel=1e-5)
         assert line["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
         assert line["perplexity"] == pytest.approx(math.exp(line["loss"]))
+        assert line["bits_per_byte"] == windows.stream.bits_per_byte(line["loss"])
     assert len(lines) == 40
 
 

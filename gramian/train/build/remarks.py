@@ -1,5 +1,6 @@
 """Remarks on a run before it starts: what the config asks for is done, and probably not what was meant."""
 
+from gramian.data.documents import USUAL_SHARE
 from gramian.train.build.run_parts import Parts
 
 
@@ -16,9 +17,15 @@ def remarks(parts: Parts) -> list[str]:
             f"data.batch: a step takes {config.data.batch:,} windows and the data has {windows:,}, so that it reads them "
             f"{config.data.batch / windows:.1f} times; expected at most {windows:,}, or more data"
         )
+    tokens = len(parts.validation.stream)
     if parts.validation.held_out == "tail":
-        tokens = len(parts.validation.stream)
         found.append(
             f"data.validation_files: none given, and too few documents to choose some; the last {tokens:,} tokens validate"
+        )
+    share = tokens / (tokens + len(parts.training.stream))
+    if parts.validation.held_out == "hash" and not USUAL_SHARE[0] <= share <= USUAL_SHARE[1]:
+        found.append(
+            f"data.validation_files: none given, and {share:.0%} of the tokens validate, {tokens:,}; expected such files, or "
+            "more documents"
         )
     return found

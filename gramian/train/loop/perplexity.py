@@ -28,6 +28,8 @@ class Perplexity(Measured):
     """"non-overlapping": a token is predicted from those before it in its window; "sliding": from length − stride or more."""
     length: int
     stride: int
+    bits_per_byte: float | None
+    """The loss in bits per byte of the stream's text; None: its bytes are not known."""
 
     @property
     def perplexity(self) -> float:
@@ -39,7 +41,8 @@ class Perplexity(Measured):
 
     def __str__(self) -> str:
         how = f"windows of {self.length}" + (f", stride {self.stride}" if self.protocol == "sliding" else "")
-        return f"perplexity {self.perplexity:.3f} ({self.protocol}, {how}, {self.tokens:,} tokens)"
+        bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits per byte"
+        return f"perplexity {self.perplexity:.3f}{bits} ({self.protocol}, {how}, {self.tokens:,} tokens)"
 
 
 def perplexity(
@@ -90,7 +93,8 @@ def perplexity(
             progress(min(len(mine), first + rows), len(mine))
     nats, tokens = grid.sum_(total).tolist()
     name = "non-overlapping" if stride is None else "sliding"
-    return Perplexity(nats, int(tokens), name, length, stride or length)
+    bits = stream.bits_per_byte(nats / tokens) if tokens else None
+    return Perplexity(nats, int(tokens), name, length, stride or length, bits)
 
 
 def _places(stream: Stream, length: int, stride: int, pack: bool) -> Iterator[tuple[int, int, int]]:

@@ -36,8 +36,8 @@ LOOKED = ("unhealthy", "plans")
 DECIDED = ("advice", "rollback", "stopped")
 """Names of events that depend on private data if `privacy.decisions` is "raw"."""
 NOT_COVERED = (
-    "loss", "perplexity", "validation_loss", "validation_perplexity", "clip_share", "scale", "tokens", "validation_tokens",
-    "spikes", "sample_norms",
+    "loss", "perplexity", "bits_per_byte", "validation_loss", "validation_perplexity", "validation_bits_per_byte",
+    "clip_share", "scale", "tokens", "validation_tokens", "spikes", "sample_norms",
 )  # fmt: skip
 """Names of logged numbers that are computed from private data without noise, so that ε does not cover them."""
 
@@ -139,6 +139,7 @@ class RunLog:
             "attempt": attempt.number,
             "loss": outcome.loss,
             "perplexity": perplexity(outcome.loss),
+            "bits_per_byte": self._parts.training.stream.bits_per_byte(outcome.loss),
             "lr": attempt.rate,
             "grad_norm": outcome.grad_norm,
             "clip_share": sum(self.clipped) / len(self.clipped),
@@ -168,6 +169,7 @@ class RunLog:
             "attempt": progress.attempt - 1,
             "validation_loss": measured.loss,
             "validation_perplexity": perplexity(measured.loss),
+            "validation_bits_per_byte": self._parts.validation.stream.bits_per_byte(measured.loss),
             "validation_tokens": measured.tokens,
             **more,
         }
