@@ -3,6 +3,7 @@
 The signal is caught from the first statement of `run` on, before anything else is imported.
 """
 
+import io
 import os
 import signal
 import sys
@@ -38,6 +39,9 @@ def run() -> int:
         signal.signal(signal.SIGINT, interrupt)
         sys.unraisablehook = report_unraisable
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a character, such as ε, shows another
+            stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
     try:
         from gramian.cli import main
 

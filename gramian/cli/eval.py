@@ -31,7 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("target", metavar="RUN_DIR | CONFIG.toml", help="a run folder, or a config whose run there is")
     add("overrides", nargs="*", metavar="section.key=value", help="with a config")
     add("--prompt", metavar="TEXT", help="continue this text instead")
-    add("--tokens", type=positive_integer, default=200, metavar="N", help="tokens of the text (default: 200)")
+    add(
+        "--tokens",
+        type=positive_integer,
+        metavar="N",
+        help="tokens of the text (default: 200, or what the model reads)",
+    )
     add("--temperature", type=float, default=0.8, metavar="T", help="of the text (default: 0.8)")
     add("--seed", type=seed_number, default=0, metavar="SEED", help="of the text (default: 0)")
     add("--stride", type=positive_integer, metavar="N", help="of the sliding protocol (default: half a window)")
@@ -97,6 +102,11 @@ def _evaluate(arguments: argparse.Namespace, folder: Path, grid: Any, field: str
         show(console, _text(arguments, config, model))
         return 0
     _, validation = load_windows(config.data)
+    if saved.data.get("validation", validation.digest) != validation.digest:
+        field = "data.validation_files" if config.data.validation_files else "data.files"
+        raise GramianError(
+            f"{field}: the validation data is not what {folder} was validated on; expected the files as they were"
+        )
     data, stride = config.data, arguments.stride or max(1, config.data.length // 2)
     windows = arguments.windows or _affordable(console, model, validation, stride, grid.device.type)
     found = []
@@ -152,7 +162,15 @@ def _text(arguments: argparse.Namespace, config: Config, model: Any) -> str:
     prompt = torch.from_numpy(tokenizer.encode(arguments.prompt).astype("int64")).to(next(model.parameters()).device)
     if not len(prompt):
         raise GramianError("argument --prompt: is empty; expected some text to continue")
-    tokens_T = generate_text_tokens(model, prompt, arguments.tokens, arguments.temperature, arguments.seed)
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)  # of a Hugging Face model
+    room = 200 if limit is None else limit - len(prompt)
+    if room < 1 or (limit is not None and (arguments.tokens or 0) > room):
+        raise GramianError(
+            f"argument {'--prompt' if room < 1 else '--tokens'}: the model reads {limit:,} tokens, the prompt has "
+            f"{len(prompt):,}; expected at most {limit:,} with the text"
+        )
+    tokens = arguments.tokens or min(200, room)
+    tokens_T = generate_text_tokens(model, prompt, tokens, arguments.temperature, arguments.seed)
     # A padded head has ids that the tokenizer lacks; a model that has learnt anything never draws them.
     text = tokenizer.decode([token for token in tokens_T.tolist() if token < tokenizer.vocabulary])
     return "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in text)  # no escape sequence for a terminal

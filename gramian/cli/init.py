@@ -50,8 +50,12 @@ def run(arguments: argparse.Namespace) -> int:
         values, what = _values(Path(arguments.folder), arguments.text, arguments.model)
         text = fill(_without_header(example_text("huggingface" if "model.path" in values else "gpt_small")), values)
     try:
+        content = text.encode()
+    except UnicodeEncodeError:
+        raise GramianError("argument --text: a name or a key is not UTF-8; expected one that is") from None
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(content)
     except OSError as problem:
         raise GramianError(f"{path}: {problem.strerror}; expected a folder that can be written to") from None
     show(
@@ -95,11 +99,14 @@ def _values(folder: Path, text: list[str] | None, model: str | None) -> tuple[di
         values["data.field"] = look.field
     named = f"{', '.join(map(str, found[:3]))}{' …' * (len(found) > 3)}"
     files = "1 file" if look.files == 1 else f"{look.files:,} files"
-    return values, f"{trained} on {named} ({files}, {format_bytes(look.size)})"
+    under = f', texts under "{look.field}"' if look.source == "jsonl" else ""
+    return values, f"{trained} on {named} ({files}, {format_bytes(look.size)}{under})"
 
 
 def _texts(folder: Path) -> list[Path]:
-    """Text and JSONL files in a folder, sorted, without hidden files and READMEs."""
+    """Text and JSONL files in a folder, sorted, without hidden files and READMEs; none of a folder that holds a project."""
+    if any((folder / name).exists() for name in (".git", "pyproject.toml")):
+        return []
     return sorted(
         file for file in folder.glob("*") if file.suffix in LOOKED_FOR and not file.name.startswith((".", "README"))
     )
@@ -125,7 +132,8 @@ def _context(model: Path) -> int:
         raise GramianError(
             f"argument --model: {model} has no readable config.json; expected a folder that save_pretrained wrote"
         ) from None
-    return next((int(config[key]) for key in CONTEXT if isinstance(config.get(key), int)), 512)
+    found = config.get if isinstance(config, dict) else {}.get
+    return next((n for key in CONTEXT if isinstance(n := found(key), int) and n > 0), 512)
 
 
 def _without_header(text: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
@@ -22,12 +24,24 @@ class Update(Protocol):
         """Show that `done` of `total` units are done, with `text` describing the current state."""
 
 
-def make_console(quiet: bool = False) -> Console:
-    """Make the console that prints to standard output; with `quiet`, for all processes but the first, it prints nothing."""
+def make_console(quiet: bool = False, *, outlives_reader: bool = False) -> Console:
+    """Make the console that prints to standard output; with `quiet`, for all processes but the first, it prints nothing.
+
+    With `outlives_reader`, for work that is worth more than its output, a reader that goes away, such as `head`, ends only the
+    printing; otherwise the process ends.
+    """
     from rich.console import Console
 
-    console = Console(highlight=False, quiet=quiet)
-    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH, quiet=quiet)
+    class LastingConsole(Console):
+        def on_broken_pipe(self) -> None:
+            self.quiet = True
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+            )  # nothing fails when Python flushes at its end
+
+    kind = LastingConsole if outlives_reader else Console
+    console = kind(highlight=False, quiet=quiet)
+    return console if console.is_terminal else kind(highlight=False, width=PLAIN_WIDTH, quiet=quiet)
 
 
 def show(console: Console, *parts: RenderableType) -> None:

@@ -9,7 +9,7 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,7 +79,8 @@ def train(config: Config) -> int:
                 if grid.rank == 0 and not problem:
                     report = end_with_report(folder)
                     if report is not None:
-                        print(f"report: {report}")
+                        with suppress(BrokenPipeError):
+                            print(f"report: {report}", flush=True)
             finally:
                 folder.__exit__(None, None, None)
 
@@ -102,13 +103,12 @@ def end_with_report(folder: RunFolder) -> Path | None:
 
 
 def _train(config: Config, grid: ProcessGrid, folder: RunFolder) -> int:
-    from rich.console import Console
-
+    from gramian.cli.terminal import make_console
     from gramian.cli.train_progress import Progress
     from gramian.train.build.run_parts import build
     from gramian.train.loop.trainer import Trainer
 
-    console = Console(quiet=not is_first_process())
+    console = make_console(quiet=not is_first_process(), outlives_reader=True)
     with _one_line_failures(grid):
         parts = build(config, grid)
         with Progress(console, config) as progress:

@@ -1,5 +1,6 @@
 """Find the files that a config names, and read one of them: text, JSON lines, or token ids."""
 
+import codecs
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -75,6 +76,11 @@ def find_files(names: Sequence[str], source: Source, field: str = "data.files") 
             found.append(File(path, named=True))
         else:
             raise GramianError(f"{field}: {name} does not exist; expected a file or a folder")
+    places: dict[Path, Path] = {}
+    for file in found:
+        other = places.setdefault(file.path.resolve(), file.path)
+        if other is not file.path:
+            raise GramianError(f"{field}: {file.path} is {other} once more; expected every file once")
     return found
 
 
@@ -92,6 +98,7 @@ def read_text(file: File) -> bytes:
     why = why_not_utf8(content, complete=True)
     if why is not None:
         raise GramianError(f"{file.path}: {why}; expected text in UTF-8")
+    content = content.removeprefix(codecs.BOM_UTF8)
     if not content and file.named:
         raise GramianError(f"{file.path}: is empty; expected text")
     return content
@@ -118,7 +125,8 @@ def read_lines(path: Path, field: str) -> Iterator[bytes]:
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
-                if not line.isspace():
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if line.strip():
                     count += 1
                     yield _text_of(line, field, f"{path}:{number}")
     except OSError as problem:
@@ -135,9 +143,9 @@ def open_tokens(path: Path) -> tuple[Ids, Sidecar | None]:
     """
     sidecar = read_sidecar(path)
     try:
-        if path.suffix == ".npy":
+        if path.suffix.lower() == ".npy":
             ids = np.load(path, mmap_mode="r", allow_pickle=False)
-        elif path.suffix == ".bin":
+        elif path.suffix.lower() == ".bin":
             ids = _open_bin(path, sidecar)
         else:
             raise GramianError(f"{path}: is not a token file; expected .npy or .bin")

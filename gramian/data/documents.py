@@ -16,10 +16,12 @@ from gramian.data.token_stream import CHUNK, Stream, content_hash
 from gramian.data.tokenizer import ByteTokenizer, Ids, Tokenizer, token_type
 
 Int64s = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
+Hashes = npt.NDArray[np.uint64]
 
 VALIDATES_BELOW = 2**64 // 20
 """Without validation files, documents whose 64-bit hash is below this bound, about 5 % of all, are for validation."""
+COMPARED = 1 << 16
+"""Bytes of text from which it is seen whether a tokenizer loses text, such as spaces or unknown words."""
 USUAL_SHARE = (0.01, 0.2)
 """Least and largest share of the tokens that a split by hashes may hold out; of few documents it is anything from 0 to 1."""
 
@@ -69,17 +71,15 @@ def read_documents(data: DataSection, tokenizer: Tokenizer) -> Documents:
         return Documents(train, validation, read + more_read, empty + more_empty, held_out="files")
     if data.source == "tokens":
         stream, read, empty = _read(data, data.files, "data.files", tokenizer)
-        return _split(
-            stream, stream.document_hashes() < np.uint64(VALIDATES_BELOW), read, empty, tokenizer, data.length
-        )
-    buffer, validates = _TokenBuffer(tokenizer), []
+        return _split(stream, stream.document_hashes(), read, empty, tokenizer, data.length)
+    buffer, hashes = _TokenBuffer(tokenizer), []
     for content in _contents(data, find_files(data.files, data.source)):
         if buffer.add(content):
-            validates.append(content_hash(content) < VALIDATES_BELOW)
+            hashes.append(content_hash(content))
     if not buffer.documents:
         raise GramianError(f"data.files: all {buffer.empty} documents are empty; expected text")
     read = buffer.documents + buffer.empty
-    return _split(buffer.stream(), np.array(validates), read, buffer.empty, tokenizer, data.length)
+    return _split(buffer.stream(), np.array(hashes, np.uint64), read, buffer.empty, tokenizer, data.length)
 
 
 def read_stream(data: DataSection, files: Sequence[str], tokenizer: Tokenizer, field: str = "data.files") -> Stream:
@@ -129,10 +129,12 @@ def _token_stream(files: Sequence[File], name: str, tokenizer: Tokenizer) -> tup
     arrays: list[Ids] = []
     edges: list[Int64s] = [np.zeros(1, dtype=np.int64)]
     contents: list[Int64s] = []
+    described = True
     kinds: dict[tuple[int, int], Path] = {}
     empty = 0
     for file in files:
         ids, sidecar = open_tokens(file.path)
+        described = described and sidecar is not None
         ours = (tokenizer.vocabulary, tokenizer.end)
         kind = ours if sidecar is None else (sidecar.vocabulary, sidecar.end)
         kinds.setdefault(kind, file.path)
@@ -152,7 +154,8 @@ def _token_stream(files: Sequence[File], name: str, tokenizer: Tokenizer) -> tup
         arrays.append(ids)
     vocabulary, end = next(iter(kinds))
     digest = tokenizer.digest if (vocabulary, end) == (tokenizer.vocabulary, tokenizer.end) else f"{vocabulary}/{end}"
-    text_bytes = np.concatenate(contents) if digest == ByteTokenizer.digest else None
+    are_bytes = described and digest == ByteTokenizer.digest  # a file without a description may hold anything
+    text_bytes = np.concatenate(contents) if are_bytes else None
     stream = Stream(
         arrays, np.concatenate(edges), vocabulary=vocabulary, end=end, tokenizer=digest, text_bytes=text_bytes
     )
@@ -186,14 +189,15 @@ def _refuse_common(data: DataSection) -> None:
             raise GramianError(f"data.validation_files: {file.path} is in data.files too; expected different files")
 
 
-def _split(stream: Stream, validates: Flags, read: int, empty: int, tokenizer: Tokenizer, length: int) -> Documents:
-    """Hold out the documents where `validates` [documents] is true, or the stream's last 5 % if those are too few or too many.
+def _split(stream: Stream, hashes: Hashes, read: int, empty: int, tokenizer: Tokenizer, length: int) -> Documents:
+    """Hold out the documents with low hashes [documents], or the stream's last 5 % if those are too few or too many.
 
     The last 5 % are at least the tokens of one window of `length`. Where the stream is too short for that, the documents are
-    held out whatever their share; raises a GramianError if they leave a split empty.
+    held out whatever their share. Raises a GramianError if they leave a split empty, or if a document at the end of the stream
+    is also before it.
     """
-    sizes = np.diff(stream.edges)
-    share = int(sizes[validates].sum()) / len(stream)
+    validates = hashes < np.uint64(VALIDATES_BELOW)
+    share = int(np.diff(stream.edges)[validates].sum()) / len(stream)
     tail = max(-(-len(stream) // 20), length + 1)
     fits = len(stream) - tail > length
     least, most = USUAL_SHARE
@@ -204,7 +208,14 @@ def _split(stream: Stream, validates: Flags, read: int, empty: int, tokenizer: T
             f"data.files: {len(stream):,} tokens; expected at least {2 * (length + 1):,}, a window of data.length {length:,} "
             "for training and one for validation, or a smaller data.length"
         )
-    return Documents(*stream.split(len(stream) - tail, tokenizer), read, empty, held_out="tail")
+    at = len(stream) - tail
+    last = int(np.searchsorted(stream.edges, at, side="right")) - 1  # the first document with a token in the tail
+    if np.isin(hashes[last:], hashes[:last]).any():
+        raise GramianError(
+            "data.files: the last documents, which validate, are there twice; expected every document once, or "
+            "data.validation_files"
+        )
+    return Documents(*stream.split(at, tokenizer), read, empty, held_out="tail")
 
 
 class _TokenBuffer:
@@ -215,6 +226,7 @@ class _TokenBuffer:
         self._tokens = np.empty(1 << 16, dtype=token_type(tokenizer.vocabulary))
         self._edges = [0]
         self._text_bytes: list[int] = []
+        self._compared, self._loses_text = 0, False
         self.empty = 0
 
     @property
@@ -234,6 +246,9 @@ class _TokenBuffer:
         self._tokens[stop - 1] = self._tokenizer.end
         self._edges.append(stop)
         self._text_bytes.append(len(content))
+        if self._compared < COMPARED:
+            self._compared += len(content)
+            self._loses_text = self._loses_text or self._tokenizer.text_bytes(ids) != len(content)
         return True
 
     def stream(self) -> Stream:
@@ -246,7 +261,7 @@ class _TokenBuffer:
             vocabulary=tokenizer.vocabulary,
             end=tokenizer.end,
             tokenizer=tokenizer.digest,
-            text_bytes=np.array(self._text_bytes, dtype=np.int64),
+            text_bytes=None if self._loses_text else np.array(self._text_bytes, dtype=np.int64),
         )
 
 

@@ -4,16 +4,22 @@ Files in, the values of `data.source` and `data.field` out. It reads names and f
 found by `gramian doctor` and `gramian train`.
 """
 
+import codecs
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from gramian.core.errors import GramianError
 from gramian.data.data_files import SUFFIXES, Source, files_below, unreadable, why_not_utf8
 
 BEGINNING = 1 << 20
-"""Bytes of a file that are looked at."""
+"""Bytes of a text file that are looked at."""
+LINES = 20
+"""Lines of a JSONL file that are looked at."""
+USUAL_FIELDS = ("text", "content", "body")
+"""Keys that are taken first, if all lines have them."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,9 @@ def look_at_files(paths: Sequence[Path], argument: str) -> FirstLook:
         size = sum(file.stat().st_size for file in files)
         field = _look(kind, files)
     except OSError as problem:
-        raise unreadable(Path(problem.filename), problem) from None
+        raise GramianError(f"{argument}: {unreadable(Path(problem.filename), problem)}") from None
+    except GramianError as problem:
+        raise GramianError(f"{argument}: {problem}") from None
     return FirstLook(kind, field, len(files), size)
 
 
@@ -76,35 +84,51 @@ def _kind_of(path: Path) -> Source:
 
 def _look(kind: Source, files: Sequence[Path]) -> str:
     """Check the beginnings of files; returns the value of `data.field`."""
-    fields: dict[str, Path] = {}
-    for file in files if kind != "tokens" else ():
+    if kind == "jsonl":
+        return _field_of(files)
+    for file in files if kind == "text" else ():
         with file.open("rb") as opened:
             beginning = opened.read(BEGINNING)
-        if kind == "jsonl":
-            fields.setdefault(_field_of(beginning, file), file)
-            continue
         why = why_not_utf8(beginning)
         if why is None and b"\0" in beginning:
             why = "has zero bytes, as UTF-16 and binary files have"
         if why is not None:
             raise GramianError(f"{file}: {why}; expected text in UTF-8")
-    if len(fields) > 1:
-        listed = ", ".join(f'"{field}" of {file}' for field, file in fields.items())
-        raise GramianError(f"data.field: text stands under {listed}; expected one key for all files")
-    return next(iter(fields), "text")
+    return "text"
 
 
-def _field_of(beginning: bytes, file: Path) -> str:
-    """The key of the first JSON line that holds text: "text" if there is one, else the only one, or the longest."""
-    first = next((line for line in beginning.split(b"\n") if line.strip()), b"")
+def _field_of(files: Sequence[Path]) -> str:
+    """The key that holds text in the first lines of all files: the first of `USUAL_FIELDS`, else that of the most text."""
+    amounts: dict[str, int] = {}
+    for place, file in enumerate(files):
+        found = _text_amounts(file)
+        amounts = {key: n + found[key] for key, n in amounts.items() if key in found} if place else found
+        if not amounts:
+            raise GramianError(f"{file}: no key of its lines holds text in all files; expected such a key")
+    usual = next((key for key in USUAL_FIELDS if key in amounts), None)
+    return usual or max(amounts, key=lambda key: amounts[key])
+
+
+def _text_amounts(file: Path) -> dict[str, int]:
+    """{key: characters of its texts} of the keys that hold text in all of a JSONL file's first lines."""
     expected = "expected one JSON object per line"
-    if not first:
+    amounts: dict[str, int] | None = None
+    with file.open("rb") as lines:
+        for line in islice((line for line in lines if line.strip()), LINES):
+            try:
+                item = json.loads(line.removeprefix(codecs.BOM_UTF8))
+            except (ValueError, RecursionError):
+                raise GramianError(
+                    f"{file}: {why_not_utf8(line) or 'its first lines are not JSON'}; {expected}"
+                ) from None
+            if not isinstance(item, dict):
+                raise GramianError(f"{file}: its first lines are no objects; {expected}")
+            texts = {key: len(value) for key, value in item.items() if isinstance(value, str)}
+            amounts = texts if amounts is None else {k: n + texts[k] for k, n in amounts.items() if k in texts}
+    if amounts is None:
         raise GramianError(f"{file}: is empty; {expected}")
-    try:
-        item = json.loads(first)
-    except (ValueError, RecursionError):
-        raise GramianError(f"{file}: {why_not_utf8(beginning) or 'its first line is not JSON'}; {expected}") from None
-    texts = {key: value for key, value in item.items() if isinstance(value, str)} if isinstance(item, dict) else {}
-    if not texts:
-        raise GramianError(f"{file}: the first line has no text; {expected}, with a text under one of its keys")
-    return "text" if "text" in texts else max(texts, key=lambda key: len(texts[key]))
+    if not amounts:
+        raise GramianError(
+            f"{file}: no key of its first lines holds text; {expected}, with a text under one of its keys"
+        )
+    return amounts

@@ -106,16 +106,19 @@ class Stream:
     def split(self, at: int, tokenizer: Tokenizer) -> tuple["Stream", "Stream"]:
         """Return two streams: the first `at` tokens, and the others. A document across the cut is one document in each.
 
-        `tokenizer` decodes the second part of such a document, whose bytes of text are counted.
+        `tokenizer` counts the bytes of text on both sides of such a cut; they are not known if it does not count all bytes of
+        the document, because it loses or adds some.
         """
         whole = copy.copy(self)
         whole.edges = np.union1d(self.edges, [at])
         if self.text_bytes is not None and len(whole.edges) > len(self.edges):
             cut = int(np.searchsorted(whole.edges, at))
-            after = len(tokenizer.decode(self.read(at, int(whole.edges[cut + 1]))).encode(errors="replace"))
-            after = min(after, int(self.text_bytes[cut - 1]))
-            whole.text_bytes = np.insert(self.text_bytes, cut, after)
-            whole.text_bytes[cut - 1] -= after
+            begin, stop, all_bytes = int(whole.edges[cut - 1]), int(whole.edges[cut + 1]), int(self.text_bytes[cut - 1])
+            whole.text_bytes = None
+            if tokenizer.text_bytes(self.read(begin, stop)) == all_bytes:
+                after = min(all_bytes, tokenizer.text_bytes(self.read(at, stop)))
+                whole.text_bytes = np.insert(self.text_bytes, cut, after)
+                whole.text_bytes[cut - 1] -= after
         before = whole.edges[:-1] < at
         return whole.select(before), whole.select(~before)
 

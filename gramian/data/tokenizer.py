@@ -42,6 +42,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int] | Ids) -> str:
         """Return the text of token ids, without the end id; invalid UTF-8 is replaced."""
 
+    def text_bytes(self, ids: Ids) -> int:
+        """Return the number of UTF-8 bytes of the text that token ids stand for, without the end id."""
+
 
 def token_type(vocabulary: int) -> np.dtype[Any]:
     """Dtype in which token ids are stored: uint16 if it can represent every id below `vocabulary`, else uint32."""
@@ -83,6 +86,10 @@ class ByteTokenizer:
         """Return the text of token ids that are bytes; the end id is left out, and invalid UTF-8 is replaced."""
         return bytes(int(token) for token in ids if token != self.end).decode(errors="replace")
 
+    def text_bytes(self, ids: Ids) -> int:
+        """Return the number of token ids that are bytes."""
+        return int((ids != self.end).sum())
+
 
 class HuggingFaceTokenizer:
     """A Hugging Face tokenizer from a local folder; nothing is downloaded and no code of the folder is run.
@@ -100,7 +107,11 @@ class HuggingFaceTokenizer:
 
     def __init__(self, folder: str | Path) -> None:
         folder = Path(folder)
-        if not folder.is_dir():
+        try:
+            found = folder.is_dir()
+        except OSError:  # of a name that no file can have
+            found = False
+        if not found:
             raise GramianError(
                 f'data.tokenizer: {folder} is not a folder; expected "bytes" or the folder of a Hugging Face tokenizer'
             )
@@ -140,6 +151,10 @@ class HuggingFaceTokenizer:
         """Return the text of token ids, without the end id."""
         without_end = [int(token) for token in ids if token != self.end]
         return str(self._tokenizer.decode(without_end, clean_up_tokenization_spaces=False))
+
+    def text_bytes(self, ids: Ids) -> int:
+        """Return the number of bytes of the decoded text; half a character at an end counts as three."""
+        return len(self.decode(ids).encode(errors="replace"))
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

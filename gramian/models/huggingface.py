@@ -51,8 +51,23 @@ def load_huggingface(
     limit = getattr(shape, "max_position_embeddings", None) or getattr(shape, "n_positions", None)
     if limit is not None and length > limit:
         raise GramianError(f"data.length: expected at most the model's context of {limit}, got {length}")
+    _refuse_lookahead(model, min(8, limit or 8), f"{field}: {path}")
     found: nn.Module = model
     return found.train()
+
+
+@torch.no_grad()
+def _refuse_lookahead(model: Any, length: int, what: str) -> None:
+    """Raise a GramianError if the logits of earlier tokens depend on the last one, as those of an encoder such as BERT do."""
+    model.eval()
+    tokens = torch.arange(1, length + 1)[None] % model.config.vocab_size
+    other = tokens.clone()
+    other[0, -1] = (other[0, -1] + 1) % model.config.vocab_size
+    change = (model(input_ids=tokens, use_cache=False).logits - model(input_ids=other, use_cache=False).logits).abs()
+    if float(change[:, :-1].max()) > 1e-3 * float(change[:, -1].max()):
+        raise GramianError(
+            f"{what} predicts a token from later ones; expected a causal language model (is_decoder in config.json)"
+        )
 
 
 @contextmanager

@@ -36,12 +36,13 @@ def speed_panels(runs: Sequence[RunData], most: int) -> list[Panel]:
             sources=["tokens"],
         ),
         panel("Model FLOPs utilisation", {"MFU": timed("mfu")}, axis="share of peak", percent=True, sources=["tokens"]),
-        panel("Peak memory", {"peak memory": timed("memory_gib")}, axis="GiB"),
+        panel("Peak memory", {"peak memory": timed("memory_gib")}, axis="GiB", sources=["tokens"]),
         panel(
             "Waiting for data, and evaluation",
             {"waiting for data": timed("data_wait"), "evaluation": timed("eval_share")},
             axis="share of time",
             percent=True,
+            sources=["tokens"],
         ),
     )
     return [one for one in found if one]
@@ -75,7 +76,7 @@ def teacher_references(runs: Sequence[RunData], name: str) -> list[Reference]:
 def _loss(panel: Any, runs: Sequence[RunData]) -> Iterable[Panel | None]:
     dashed = "Dashed: the teacher's best validation loss in its own run."
     per_byte = (
-        "Of the text: runs with different tokenizers compare by it. The end of a document is a token of no bytes."
+        "Of the text, so that runs with different tokenizers compare. The end of a document is a token of no bytes."
     )
     for title, name, axis, note in (
         ("Loss", "loss", "nats per token", dashed),

@@ -81,6 +81,22 @@ def test_a_long_evaluation_takes_a_subset_and_says_so(
     assert f"the first {taken} of each protocol are scored" in told
 
 
+def test_other_validation_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "book.txt"
+    text.write_text("".join(f"line {number} of a book\n" for number in range(400)))
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f'[run]\nfolder = "{tmp_path / "run"}"\nsteps = 2\ndevice = "cpu"\n[model]\nlayers = 1\nwidth = 16\nheads = 2\n'
+        f'[data]\nsource = "text"\nfiles = ["{text}"]\nlength = 16\nbatch = 2\nworkers = 0\n[schedule]\nwarmup = 0\n'
+    )
+    assert main(["train", str(config)]) == 0 and main(["eval", str(tmp_path / "run"), "--windows", "3"]) == 0
+    assert "bits per byte" not in capsys.readouterr().out.partition("scoring")[2]  # of a part it is not known
+    text.write_text(text.read_text()[:-60])
+    assert main(["eval", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("gramian: data.files: the validation data is not what ") and error.count("\n") == 1
+
+
 def test_it_is_the_best_checkpoint_that_is_evaluated(tmp_path: Path) -> None:
     """A rate that is far too high at the end: the newest is worse."""
     config = small(

@@ -1,6 +1,7 @@
 """`gramian init`: a config that trains what is there, with comments, and one line for what cannot be."""
 
 import gzip
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ def test_without_anything_the_embedded_corpus_is_trained_on(here: Path) -> None:
 
 def test_json_lines_are_found(here: Path) -> None:
     (here / "chat.jsonl").write_text('{"id": "a long name", "text": "one"}\n' * 99)
-    (here / "posts.ndjson").write_text('{"title": "short", "body": "a longer text"}\n' * 99)
+    lines = [json.dumps({"title": "short", "body": f"a longer text {number}"}) for number in range(99)]
+    (here / "posts.ndjson").write_text("\n".join(lines))
     for name, field in (("chat.jsonl", "text"), ("posts.ndjson", "body")):
         assert main(["init", name[:4], "--text", name]) == 0
         config = load_config(f"{name[:4]}/run.toml")
@@ -103,28 +105,54 @@ def test_what_cannot_be_trained_on_is_refused_before_a_config_is_written(
     (here / "blank.jsonl").write_text("\n\n")
     (here / "one.jsonl").write_text('{"one": "text"}\n' * 99)
     (here / "two.jsonl").write_text('{"two": "text"}\n' * 99)
+    (here / "half.jsonl").write_text('{"\\ud800k": "text"}\n' * 99)
     (here / "mixed").mkdir()
     (here / "mixed" / "a.md").write_text(words)
     (here / "mixed" / "b.jsonl").write_text('{"one": "text"}\n' * 99)
     (here / "none").mkdir()
     (here / "none" / "picture.png").write_bytes(b"x" * 999)
     for names, line in (
-        (["empty.txt"], "argument --text: 0 bytes are about 0 tokens; expected at least 256"),
+        (["empty.txt"], "0 bytes are about 0 tokens; expected at least 256"),
         (["wide.txt"], "wide.txt: is UTF-16 and not UTF-8; expected text in UTF-8"),
         (["unmarked.txt"], "unmarked.txt: "),
         (["latin.txt"], "latin.txt: byte 5 is not UTF-8; expected text in UTF-8"),
         (["packed.txt"], "packed.txt: is compressed by gzip and not UTF-8; expected text in UTF-8"),
-        (["numbers.jsonl"], "numbers.jsonl: the first line has no text; expected one JSON object per line, with"),
-        (["broken.jsonl"], "broken.jsonl: its first line is not JSON; expected one JSON object per line"),
+        (["numbers.jsonl"], "numbers.jsonl: its first lines are no objects; expected one JSON object per line"),
+        (["broken.jsonl"], "broken.jsonl: its first lines are not JSON; expected one JSON object per line"),
         (["blank.jsonl"], "blank.jsonl: is empty; expected one JSON object per line"),
-        (["one.jsonl", "two.jsonl"], 'data.field: text stands under "one" of one.jsonl, "two" of two.jsonl; expected'),
-        (["mixed"], "argument --text: text (mixed/a.md) and jsonl (mixed/b.jsonl); expected files of one kind"),
-        (["none"], "argument --text: none has no file to read; expected files ending in .txt, .md"),
+        (["one.jsonl", "two.jsonl"], "two.jsonl: no key of its lines holds text in all files; expected such a key"),
+        (["mixed"], "text (mixed/a.md) and jsonl (mixed/b.jsonl); expected files of one kind"),
+        (["none"], "none has no file to read; expected files ending in .txt, .md"),
+        (["half.jsonl"], "a name or a key is not UTF-8; expected one that is"),
     ):
         assert main(["init", "--text", *names]) == 2
         error = capsys.readouterr().err
-        assert error.startswith(f"gramian: {line}") and error.count("\n") == 1, error
+        assert error.startswith(f"gramian: argument --text: {line}") and error.count("\n") == 1, error
     assert not Path("run.toml").exists()
+
+
+def test_the_key_of_json_lines_is_found_and_shown(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    address = "https://example.org/" + "x" * 200
+    rows = [{"url": address, "n": 1, "body": "short"}, {"url": address, "body": "text " * 40, "n": 2}] * 9
+    content = "\ufeff" + "".join(json.dumps(row) + "\n" for row in rows)  # with the mark of Windows' editors
+    (here / "posts.jsonl").write_text(content)
+    (here / "books.jsonl").write_text(json.dumps({"title": "t", "body": "word " * 300_000}) + "\n")
+    assert main(["init", "a", "--text", "posts.jsonl", "books.jsonl"]) == 0
+    assert 'texts under "body")' in capsys.readouterr().out
+    assert main(["train", "a/run.toml", *TINY, "schedule.warmup=0"]) == 0
+
+
+def test_odd_names_and_project_folders(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    book(here, "b\x7fk 'ü\".txt")
+    assert main(["init", "a", "--text", "b\x7fk 'ü\".txt"]) == 0
+    assert load_config("a/run.toml").data.files == ("b\x7fk 'ü\".txt",)
+    (here / "pyproject.toml").touch()
+    assert main(["init"]) == 0 and load_config("run.toml").data.source == "embedded"
+    for number, content in enumerate(("[]", '{"n_positions": 0}', '{"n_positions": -1}')):
+        (here / f"m{number}").mkdir()
+        (here / f"m{number}" / "config.json").write_text(content)
+        assert main(["init", f"c{number}", "--model", f"m{number}", "--text", "b\x7fk 'ü\".txt"]) == 0
+        assert tomllib.loads(Path(f"c{number}/run.toml").read_text())["data"]["length"] == 117
 
 
 @pytest.mark.parametrize("name", example_names())

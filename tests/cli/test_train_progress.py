@@ -1,12 +1,18 @@
 """What `gramian train` prints into a log file: a line after each tenth of the run, and where the report is."""
 
+import json
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from gramian.cli import main
 from tests.cli.test_init import TINY, book
+from tests.kit.waiting import PATIENCE
 
 OPTIONS = [*TINY[1:], "run.steps=20", "schedule.warmup=0", "eval.every=100"]
 
@@ -24,3 +30,30 @@ def test_a_log_has_a_line_for_every_tenth_and_the_report(
     assert [line.split()[1] for line in told] == [str(step) for step in range(2, 20, 2)]
     assert all(re.search(r"  lr \S+( .*)?  (\d+ s|\d+ minutes) left$", line) for line in told), told
     assert lines[-1] == "report: runs/run/report.html" and Path("runs/run/report.html").exists()
+
+
+@pytest.mark.parametrize("ending", ["reader", "terminal"])
+def test_a_run_outlives_its_reader_and_saves_when_its_terminal_closes(tmp_path: Path, ending: str) -> None:
+    book(tmp_path)
+    steps = "run.steps=20" if ending == "reader" else "run.steps=100000"
+    commands = [sys.executable, "-m", "gramian"]
+    assert subprocess.run([*commands, "init"], cwd=tmp_path, capture_output=True, check=False).returncode == 0
+    options = [*OPTIONS, steps, "run.log_every=1", "checkpoint.snapshot_every=5"]
+    run = subprocess.Popen(
+        [*commands, "train", "run.toml", *options], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert run.stdout is not None and run.stderr is not None
+    if ending == "reader":
+        run.stdout.close()
+    else:
+        run.stdout.readline()
+        metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
+        begun = time.monotonic()
+        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() - begun < PATIENCE:
+            time.sleep(0.05)
+        run.send_signal(signal.SIGHUP)
+    assert run.wait(timeout=PATIENCE) == 0, run.stderr.read()
+    folder = tmp_path / "runs" / "run"
+    assert any((folder / "checkpoints").iterdir()) and (folder / "report.html").exists()
+    last = [json.loads(line)["event"] for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert ("done" if ending == "reader" else "interrupted") in last

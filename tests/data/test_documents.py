@@ -409,3 +409,37 @@ def test_bytes_of_token_files_are_known_of_bytes_alone(tmp_path: Path) -> None:
         data_of("tokens"), [str(sidecar(tmp_path / "b.bin", vocabulary=50257, end=50256))], ByteTokenizer()
     )
     assert other.text_bytes is None and other.bits_per_byte(1.0) is None
+
+
+@pytest.mark.parametrize("documents", [1, 200], ids=["tail", "hash"])
+def test_bytes_are_not_known_of_a_tokenizer_that_loses_text(tmp_path: Path, documents: int) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<end>": 0, "[UNK]": 1, "hello": 2, "world": 3}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", unk_token="[UNK]").save_pretrained(
+        tmp_path / "t"
+    )
+    contents = ["hello world " * 40] if documents == 1 else [f"hello {text}" for text in TEXTS]
+    data = data_of(*written(tmp_path, "jsonl", contents), length=4, tokenizer=str(tmp_path / "t"))
+    found = read_documents(data, load_tokenizer(str(tmp_path / "t")))
+    assert found.train.bits_per_byte(1.0) is None and found.validation.bits_per_byte(1.0) is None
+
+
+def test_a_cut_inside_a_character_counts_its_bytes(tmp_path: Path) -> None:
+    (tmp_path / "tea.txt").write_text("茶" * 151)
+    found = read_documents(data_of("text", tmp_path / "tea.txt", length=8), ByteTokenizer())
+    for stream in (found.train, found.validation):
+        tokens = stream.read(0, len(stream))
+        assert stream.text_bytes is not None and stream.text_bytes.sum() == (tokens != 256).sum()
+
+
+def test_a_text_that_would_train_and_validate_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"line {n}\n" for n in range(200)))
+    (tmp_path / "b.txt").write_bytes((tmp_path / "a.txt").read_bytes())
+    (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
+    twice = data_of("text", tmp_path / "a.txt", tmp_path / "link.txt", length=8)
+    assert "link.txt is" in refused(twice) and refused(twice).endswith("once more; expected every file once")
+    copies = refused(data_of("text", tmp_path / "a.txt", tmp_path / "b.txt", length=8))
+    assert copies.startswith("data.files: the last documents, which validate, are there twice; expected")

@@ -134,6 +134,8 @@ def test_what_epsilon_does_not_cover_is_labelled(tmp_path: Path) -> None:
         "Bits per byte",
         "Share of clipped gradients",
         "Throughput",
+        "Peak memory",
+        "Waiting for data, and evaluation",
         "Clipping",
         "Events",
     }

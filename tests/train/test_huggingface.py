@@ -18,6 +18,7 @@ from gramian.train.build.memory_needs import huggingface_shape
 from gramian.train.config.config import load_config, parse_config
 from gramian.verify.resume import differences
 from tests.data.test_tokenizer import saved
+from tests.kit.refusals import refusal
 from tests.train.runs import run, small
 from tests.train.test_faults import ask_to_leave
 
@@ -146,3 +147,24 @@ def test_a_run_of_a_folder_with_tied_weights_and_dropout_resumes_bitwise(
     run(config)
     assert differences(tmp_path / "whole", tmp_path / "asked") == []
     assert load_config(tmp_path / "asked" / "config.toml").model.path == str(model)
+
+
+def test_a_model_that_looks_ahead_is_refused(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertLMHeadModel
+
+    shape = {
+        "vocab_size": 300,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+    }
+    for decoder in (True, False):
+        folder = tmp_path / str(decoder)
+        BertLMHeadModel(BertConfig(**shape, max_position_embeddings=32, is_decoder=decoder)).save_pretrained(folder)
+        arguments = (str(folder), False, 300, 16, 0)
+        if decoder:
+            load_huggingface(*arguments)
+        else:
+            with refusal(r"^model.path: .* predicts a token from later ones; expected a causal language model"):
+                load_huggingface(*arguments)

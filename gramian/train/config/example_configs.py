@@ -45,7 +45,8 @@ def fill(text: str, values: Mapping[str, Any]) -> str:
         found = _KEY.fullmatch(line.removeprefix("# "))
         name = f"{section}.{found['key']}" if found else ""
         if found and name in left:
-            written = f"{found['key']} = {json.dumps(left.pop(name), ensure_ascii=False)}"  # also TOML
+            value = json.dumps(left.pop(name), ensure_ascii=False).replace("\x7f", "\\u007f")  # also TOML
+            written = f"{found['key']} = {value}"
             line = f"{written:<{COLUMN - 1}} {found['comment'] or ''}".rstrip()
         lines.append(line)
     if left:

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: the first signal asks the run to save and end, the second ends the process at once."""
+"""SIGTERM, SIGHUP (a closed terminal) and Ctrl-C: the first asks the run to save and end, the second ends it at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Interrupts:
@@ -38,7 +38,9 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            heard = [number for number in SIGNALS if not (under_nohup and number == signal.SIGHUP)]
+            self._before = {number: signal.signal(number, self._note) for number in heard}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -50,7 +52,7 @@ class Interrupts:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.requested is None:
             self.requested = signal.Signals(number).name
-        for again in SIGNALS:
+        for again in self._before:
             signal.signal(again, signal.SIG_DFL)
         if number == signal.SIGTERM and os.getpid() != self._process:
             os.kill(os.getpid(), number)

@@ -29,7 +29,7 @@ class Perplexity(Measured):
     length: int
     stride: int
     bits_per_byte: float | None
-    """The loss in bits per byte of the stream's text; None: its bytes are not known."""
+    """The loss in bits per byte of the stream's text; None: its bytes are not known, or a part of it was scored."""
 
     @property
     def perplexity(self) -> float:
@@ -80,7 +80,9 @@ def perplexity(
     """
     if stride is not None and not 1 <= stride < length:
         raise GramianError(f"stride: expected from 1 to {length - 1}, less than the window, got {stride}")
-    places = list(_places(stream, length, stride or length, pack))[:limit]
+    places = list(_places(stream, length, stride or length, pack))
+    whole = limit is None or limit >= len(places)
+    places = places[:limit]
     share = -(-len(places) // grid.size)
     mine = places[grid.rank * share : (grid.rank + 1) * share]
     total = torch.zeros(2, dtype=torch.float64, device=grid.device)
@@ -93,7 +95,7 @@ def perplexity(
             progress(min(len(mine), first + rows), len(mine))
     nats, tokens = grid.sum_(total).tolist()
     name = "non-overlapping" if stride is None else "sliding"
-    bits = stream.bits_per_byte(nats / tokens) if tokens else None
+    bits = stream.bits_per_byte(nats / tokens) if tokens and whole else None
     return Perplexity(nats, int(tokens), name, length, stride or length, bits)
 
 

@@ -17,6 +17,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader
 
+from gramian.core.errors import GramianError
 from gramian.data.batches import DataWorkerDied, leave_process_group, shut_down_workers, suppress_worker_death_errors
 from gramian.data.windows import Windows
 from gramian.kernels.normal_tail import NORMALS_VERSION
@@ -83,6 +84,10 @@ class PrivateStepper(Stepper):
             generator=torch.Generator().manual_seed(0),
             worker_init_fn=leave_process_group,
         )
+        if data.batch > len(windows):
+            raise GramianError(
+                f"data.batch: {data.batch:,} windows of {len(windows):,} cannot be drawn; expected at most {len(windows):,}"
+            )
         arguments: dict[str, Any] = {
             "module": module,
             "optimizer": optimizer,

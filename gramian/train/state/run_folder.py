@@ -61,7 +61,7 @@ class RunFolder:
         try:
             self._check()
         except GramianError:
-            self._leave()
+            self.discard()
             raise
         replace_text(self.path / "config.toml", self.config.toml())
         return self

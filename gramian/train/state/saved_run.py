@@ -1,6 +1,7 @@
 """Load the model of a saved run from its best checkpoint, or from its newest."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,11 +28,16 @@ class SavedRun:
     best: bool
     folder: Path
     """Folder of the checkpoint."""
+    data: Mapping[str, str]
+    """{part of the data, such as "validation": its digest when the checkpoint was written}."""
 
 
 def is_run(path: str | Path) -> bool:
-    """Whether a folder is the folder of a gramian run."""
-    return (Path(path) / "config.toml").is_file()
+    """Whether a folder is the folder of a gramian run; False also for a name that no folder can have."""
+    try:
+        return (Path(path) / "config.toml").is_file()
+    except OSError:
+        return False
 
 
 def load_run(path: str | Path, field: str = "run folder") -> SavedRun:
@@ -48,7 +54,7 @@ def load_run(path: str | Path, field: str = "run folder") -> SavedRun:
     dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())  # float64 of a run in float64
     model = build_model(config, _vocabulary(path, field)).to(dtype)
     load(Objective(model), None, tensors)
-    return SavedRun(model, config, found.step, found.best, found.folder)
+    return SavedRun(model, config, found.step, found.best, found.folder, found.facts.get("data", {}))
 
 
 def find_checkpoint(path: Path, field: str) -> tuple[Config, LoadedCheckpoint]:
