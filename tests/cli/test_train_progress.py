@@ -40,7 +40,11 @@ def test_a_run_outlives_its_reader_and_saves_when_its_terminal_closes(tmp_path: 
     assert subprocess.run([*commands, "init"], cwd=tmp_path, capture_output=True, check=False).returncode == 0
     options = [*OPTIONS, steps, "run.log_every=1", "checkpoint.snapshot_every=5"]
     run = subprocess.Popen(
-        [*commands, "train", "run.toml", *options], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*commands, "train", "run.toml", *options],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests themselves may run under nohup
     )
     assert run.stdout is not None and run.stderr is not None
     if ending == "reader":
