@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gramian.core.errors import GramianError
+from gramian.core.existing_paths import is_folder
 
 Ids = npt.NDArray[Any]
 """A 1-D array of token ids, of any integer type."""
@@ -107,11 +108,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, folder: str | Path) -> None:
         folder = Path(folder)
-        try:
-            found = folder.is_dir()
-        except OSError:  # of a name that no file can have
-            found = False
-        if not found:
+        if not is_folder(folder):
             raise GramianError(
                 f'data.tokenizer: {folder} is not a folder; expected "bytes" or the folder of a Hugging Face tokenizer'
             )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from gramian.core.errors import GramianError
+from gramian.core.existing_paths import is_file
 
 
 def load_huggingface(
@@ -87,7 +88,7 @@ def open_model_folder(
         from transformers.utils import logging
     except ImportError:
         raise GramianError("model.kind: huggingface needs transformers; expected gramian[hf] installed") from None
-    if not (Path(path) / "config.json").is_file():
+    if not is_file(Path(path) / "config.json"):
         raise GramianError(f"{field}: {path} has no config.json; expected the folder of a Hugging Face model")
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]

@@ -27,9 +27,11 @@ def draw_matrices(model: nn.Module, seed: int, layers: int, residual: tuple[str,
 
 
 def check_shape(config: Any, counts: Sequence[str]) -> None:
-    """Raise a GramianError if one of the config fields named in `counts` is below 1, or if `dropout` is not in [0, 1)."""
+    """Raise a GramianError if a config field named in `counts` is below 1, `width` is 1, or `dropout` is not in [0, 1)."""
     for field in counts:
         if getattr(config, field) < 1:
             raise GramianError(f"{field}: got {getattr(config, field)}; expected an integer of at least 1")
+    if config.width == 1:
+        raise GramianError("width: got 1; expected at least 2, as the norm of one number is 0")
     if not 0.0 <= config.dropout < 1.0:
         raise GramianError(f"dropout: got {config.dropout}; expected 0 <= dropout < 1")

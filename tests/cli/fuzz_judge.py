@@ -187,6 +187,7 @@ def judge(one: Case) -> Outcome:
     if one.config is not None:
         (folder / CONFIG).write_bytes(one.config)
     before = listing(folder)
+    torch.set_grad_enabled(True)  # an exception in the middle of `no_grad` leaves it off; a process would have ended
     with _inside(folder) as errors, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         status, crash = _status(one)

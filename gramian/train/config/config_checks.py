@@ -10,6 +10,7 @@ from typing import Any
 
 from gramian.core.byte_amounts import parse_bytes
 from gramian.core.errors import GramianError
+from gramian.core.existing_paths import is_file
 from gramian.data.options import DataSection
 from gramian.data.tokenizer import holds_tokenizer
 from gramian.taps.proof.row_proof import check_proof
@@ -131,9 +132,7 @@ def resolve_tokenizer(data: DataSection, model: sections.ModelSection) -> str:
     folder = Path(model.path or "")
     if data.tokenizer != "auto":
         return data.tokenizer
-    if (
-        model.kind != "huggingface" or not (folder / "config.json").is_file()
-    ):  # a folder without a model is refused later
+    if model.kind != "huggingface" or not is_file(folder / "config.json"):  # such a folder is refused later
         return "bytes"
     if holds_tokenizer(folder):
         return str(folder)

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from gramian.core.errors import GramianError
+from gramian.core.existing_paths import is_file
 from gramian.train.build.build_model import build_model
 from gramian.train.config.config import Config, load_config
 from gramian.train.loop.objective import Objective
@@ -33,11 +34,8 @@ class SavedRun:
 
 
 def is_run(path: str | Path) -> bool:
-    """Whether a folder is the folder of a gramian run; False also for a name that no folder can have."""
-    try:
-        return (Path(path) / "config.toml").is_file()
-    except OSError:
-        return False
+    """Whether a folder is the folder of a gramian run."""
+    return is_file(Path(path) / "config.toml")
 
 
 def load_run(path: str | Path, field: str = "run folder") -> SavedRun:
