@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from gramian.core.errors import GramianError
+from gramian.curvature.apply.ready_operators import ReadyOperators
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.block_specs import Spec, find_blocks
 from gramian.curvature.blocks.consistency import check_spec, unique_parameters
@@ -39,6 +40,9 @@ class CurvatureState:
     """Name of the layer whose outputs are the logits; None while it is not known."""
     factorisations: SharedFactorisation = field(default_factory=lambda: SharedFactorisation(None))
     """Assigns each factorisation of the current factors to one process, which broadcasts the result."""
+
+    ready: ReadyOperators | None = None
+    """Operators of the current factors that training steps use; None until the first such step after a refresh."""
 
     # ---- steps ----
     steps: int = 0
@@ -87,7 +91,7 @@ class CurvatureState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Fields for a copy or a pickle, without process group and model; a later capture or load sets them on the copy."""
-        detached = {"model_ref": None, "group_number": None, "process_group": None}
+        detached = {"model_ref": None, "group_number": None, "process_group": None, "ready": None}
         return {**self.__dict__, **detached, "factorisations": SharedFactorisation(None)}
 
     @property

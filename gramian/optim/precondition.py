@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gramian.core.errors import GramianError
-from gramian.curvature.apply.apply_factors import full_vector
+from gramian.curvature.apply.natural_gradient import ready_natural_gradient
 from gramian.curvature.blocks.consistency import unique_parameters
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.persist import curvature_record
@@ -31,9 +31,10 @@ def precondition(
     """Make an optimizer step along natural gradients, by a hook before its `step`.
 
     Before each step every `p.grad` is replaced by (F + damping)⁻¹ p.grad, with the K-FAC estimate F of the Fisher matrix, and
-    all of them are scaled by min(1, √(kl_clip / KL)). KL = ½ Σ lr² ∇ᵀ(F+damping)⁻¹∇ estimates, in the metric of F, how far a
-    plain SGD step moves the model's predictions. As long as there is no curvature because the first capture was dropped,
-    gradients are set to None.
+    all of them are scaled by min(1, √(kl_clip / KL)). KL = ½ Σ lr₀² ∇ᵀ(F+damping)⁻¹∇ estimates, in the metric of F, how far a
+    plain SGD step moves the model's predictions at the learning rate lr₀ that a schedule starts from (`initial_lr` of a
+    scheduler, else the optimizer's when it was preconditioned): the trust region follows the schedule as (lr/lr₀)². As long as
+    there is no curvature because the first capture was dropped, gradients are set to None.
 
     ```python
     optimizer = gramian.precondition(torch.optim.SGD(model.parameters(), lr=0.1), model, kfac)
@@ -73,14 +74,28 @@ def precondition(
         raise GramianError("optimizer: is preconditioned already; expected one that is not")
     _preconditioned.add(optimizer)
 
-    def before_step(stepping: Optimizer, args: Any, kwargs: Any) -> None:
+    optimizer.register_step_pre_hook(_NaturalStep(optimizer, model, kfac, kl_clip))
+    return optimizer
+
+
+class _NaturalStep:
+    """The hook before an optimizer's step: replaces its gradients by natural gradients, scaled to the trust region."""
+
+    def __init__(
+        self, optimizer: Optimizer, model: nn.Module, kfac: KFACNaturalGradient, kl_clip: float | None
+    ) -> None:
+        self._model, self._kfac, self._kl_clip = model, kfac, kl_clip
+        self._first_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._names: dict[int, str] = {}
+        """{id of a parameter of the optimizer: its name in the model}."""
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(value is not None for value in (*args[1:], kwargs.get("closure"))):  # args[0] is the optimizer
             raise GramianError(
                 "closure: would bring its gradients after they were to be preconditioned; "
                 "expected step() after a backward inside kfac.capture"
             )
-        rates = {id(p): group["lr"] for group in stepping.param_groups for p in group["params"]}
-        trained = {n: p for n, p in unique_parameters(unwrap(model)) if id(p) in rates and p.requires_grad}
+        trained, kfac = self._trained(optimizer), self._kfac
         gradients = {name: p.grad for name, p in trained.items() if p.grad is not None}
         if not gradients:
             return
@@ -89,35 +104,49 @@ def precondition(
             for p in trained.values():
                 p.grad = None
             return
-        natural = kfac.compute_natural_gradient(model, gradients=gradients)
-        scale = 1.0 if kl_clip is None else _scale(stepping, trained, gradients, natural, rates, kl_clip)
-        for name, step in natural.items():
-            gradient = trained[name].grad
-            assert gradient is not None
-            gradient.copy_(step * scale)
+        dots: dict[str, Tensor] | None = None if self._kl_clip is None else {}
+        natural = ready_natural_gradient(kfac.state, unwrap(self._model), gradients, dots=dots)
+        if dots is None:
+            for name, gradient in gradients.items():
+                gradient.copy_(natural[name])
+            return
+        scale = self._scale(optimizer, trained, dots)
+        for name, gradient in gradients.items():
+            gradient.copy_(natural[name] * scale)
 
-    optimizer.register_step_pre_hook(before_step)
-    return optimizer
+    def _trained(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+        """{name in the model: parameter} of the optimizer's parameters that train; the model is walked if one is new."""
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(id(p) not in self._names for p in given):
+            self._names = {id(p): "" for p in given} | {id(p): n for n, p in unique_parameters(unwrap(self._model))}
+        return {self._names[id(p)]: p for p in given if p.requires_grad and self._names[id(p)]}
 
+    def _scale(self, optimizer: Optimizer, trained: Mapping[str, nn.Parameter], dots: Mapping[str, Tensor]) -> Tensor:
+        """√(kl_clip/KL), at most 1, as a 0-dim tensor, so that nothing waits for the device; KL = ½ Σ lr₀² ∇ᵀ(F+damping)⁻¹∇.
 
-def _scale(
-    optimizer: Optimizer,
-    trained: Mapping[str, nn.Parameter],
-    gradients: Mapping[str, Tensor],
-    natural: Mapping[str, Tensor],
-    rates: Mapping[int, Any],
-    kl_clip: float,
-) -> float | Tensor:
-    """√(kl_clip/KL), at most 1, as a 0-dim tensor, so that nothing waits for the device; KL = ½ Σ lr² ∇ᵀ(F+damping)⁻¹∇."""
-    parts = [
-        float(rates[id(trained[name])]) ** 2 * full_vector((gradients[name].double() * natural[name].double()).sum())
-        for name in gradients
-    ]
-    kl = 0.5 * torch.stack([part.to(parts[0].device) for part in parts]).sum().clamp(min=0)
-    loss_scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales inside its step
-    if loss_scale is not None:
-        kl = kl / loss_scale.double().to(kl.device) ** 2
-    return (kl_clip / kl.clamp(min=torch.finfo(torch.float64).tiny)).sqrt().clamp(max=1.0)
+        lr₀ is the learning rate that a schedule starts from: where the trust region binds, a step is lr/lr₀ of it. `dots` has
+        ∇ᵀ(F+damping)⁻¹∇ of every block, whose parameters share the largest of their rates.
+        """
+        rates: dict[int, float] = {}
+        for place, group in enumerate(optimizer.param_groups):
+            first = self._first_rates[place] if place < len(self._first_rates) else group["lr"]
+            rates |= dict.fromkeys(map(id, group["params"]), float(group.get("initial_lr", first)))
+        blocks = self._kfac.kfac_factors
+        squares, parts = [], []
+        for name, dot in dots.items():
+            members = blocks[name].spec.parameters if name in blocks else (name,)
+            squares.append(max(rates[id(trained[member])] for member in members if member in trained) ** 2)
+            parts.append(dot.double())
+        where = parts[0].device
+        kl = 0.5 * (
+            torch.stack([part.to(where) for part in parts]) @ torch.tensor(squares, dtype=torch.float64).to(where)
+        )
+        kl = kl.clamp(min=0)
+        loss_scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales inside its step
+        if loss_scale is not None:
+            kl = kl / loss_scale.double().to(kl.device) ** 2
+        assert self._kl_clip is not None
+        return (self._kl_clip / kl.clamp(min=torch.finfo(torch.float64).tiny)).sqrt().clamp(max=1.0)
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

@@ -42,15 +42,15 @@ def apply(
     with torch.no_grad(), exact_float32():
         if power is not None:
             dtypes = {name: _wide(block, vector) for name, block in blocks.items()}
-            _prepare(blocks, dtypes, power, options, factorisations)
+            prepare(blocks, dtypes, power, options, factorisations)
         for block in blocks.values():
             found.update(_apply_block(block, vector, power, options, factorisations.exchange))
     if options.strict:
-        _refuse_fallbacks(blocks.values())
+        refuse_fallbacks(blocks.values())
     return found
 
 
-def _prepare(
+def prepare(
     blocks: Mapping[str, Block],
     dtypes: Mapping[str, torch.dtype],
     power: float,
@@ -107,7 +107,8 @@ def _apply_rows(rows: ShardedRows, dtype: torch.dtype, power: float | None, opti
     return rows.tensors(rows.apply(y, lambda side, factor, z: block.act(side, factor, z, power, damping, jitter)))
 
 
-def _refuse_fallbacks(blocks: Iterable[Block]) -> None:
+def refuse_fallbacks(blocks: Iterable[Block]) -> None:
+    """Raise a GramianError if a factorisation of `blocks` failed and was replaced by another method."""
     for block in blocks:
         for side, factor in block.factors.items():
             tried = [attempt for attempt in factor.work.attempts if attempt["result"] != "ok"]

@@ -6,10 +6,12 @@ The input is a vector v as {parameter: tensor}; the output is {parameter: tensor
 import time
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 from gramian.core.errors import GramianError
-from gramian.curvature.apply.apply_factors import Vector, apply
+from gramian.curvature.apply.apply_factors import Vector, apply, full_vector
+from gramian.curvature.apply.ready_operators import ReadyOperators
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.block_specs import Spec
 from gramian.curvature.blocks.consistency import check_number, check_vector, unique_parameters
@@ -38,6 +40,41 @@ def natural_gradient(
     plain = _without_curvature(state, gradients, state.checked_specs(root))
     measured = {name: gradient for name, gradient in gradients.items() if name not in plain}
     found = _apply(state, measured, power) if measured else {}
+    return {name: plain[name].clone() if name in plain else found[name] for name in gradients}
+
+
+def ready_natural_gradient(
+    state: CurvatureState,
+    root: nn.Module,
+    gradients: Vector,
+    power: float = -1.0,
+    dots: dict[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """`natural_gradient` by operators that are made once for the current factors (`ready_operators`); for every training step.
+
+    The model `root` is compared with the captured one when operators are made, not at every call. With a memory budget, which
+    does not count operators, this is `natural_gradient`. `dots`, if given, receives {block, or parameter: 0-dim ∇ᵀ(F +
+    damping)^power ∇}.
+    """
+    if state.options.memory_budget is not None:
+        found = natural_gradient(state, root, power, gradients)
+        if dots is not None:
+            dots |= {n: full_vector((g * found[n]).sum(dtype=torch.float64)) for n, g in gradients.items()}
+        return found
+    started = time.perf_counter()
+    if state.ready is None or not state.ready.fits(state.blocks, power):
+        state.require_factors()
+        state.checked_specs(root)
+        state.ready = None  # frees the old operators before the new ones are made
+        state.ready = ReadyOperators(state.blocks, power, state.options, state.factorisations)
+        curvature_record.log_clips(state.blocks.values())
+    found = state.ready.apply(gradients, dots)
+    plain = {name: t for name, t in gradients.items() if name not in found}
+    if plain:
+        _without_curvature(state, plain, state.checked_specs(root))
+        if dots is not None:
+            dots |= {name: full_vector(g.square().sum(dtype=torch.float64)) for name, g in plain.items()}
+    state.seconds["apply"] = time.perf_counter() - started
     return {name: plain[name].clone() if name in plain else found[name] for name in gradients}
 
 

@@ -118,7 +118,7 @@ class Block:
         if not damping.joint or self.A is None:
             dtype = torch.promote_types(dtype, self._dtype(-1.0, damping))
             for side, factor, value in self._sides(damping):
-                if self._solves(side, factor, value, damping):
+                if self.solves(side, factor, value, damping):
                     factor.prepare_solve(value, first_jitter, dtype)
 
     def factorisations(self, p: float, damping: Damping) -> dict[str, What]:
@@ -135,7 +135,7 @@ class Block:
             if damping.joint and self.A is not None:
                 if isinstance(factor, Spectral) or (side == "G" and self._writes_out_G(damping)):
                     found[side] = "eigen"
-            elif p == -1 and self._solves(side, factor, value, damping):
+            elif p == -1 and self.solves(side, factor, value, damping):
                 found[side] = "solve"
             elif isinstance(factor, Spectral) or not (
                 factor.clips_nothing(value, damping.max_condition) or factor.dim > WIDEST_DENSE
@@ -190,7 +190,7 @@ class Block:
         `first_jitter`: first Cholesky jitter, relative to the mean diagonal. What was clipped is recorded in `clips`.
         """
         value = damping.lambda_A if side == "A" else damping.lambda_G
-        if p == -1 and self._solves(side, factor, value, damping):
+        if p == -1 and self.solves(side, factor, value, damping):
             with factor.products(value):
                 return factor.solve(y_NK, value, first_jitter)
         out = factor.power(y_NK, p, value, damping.max_condition)
@@ -213,7 +213,7 @@ class Block:
         sides: list[tuple[str, Factor, float]] = [("G", self.G, damping.lambda_G)]
         return sides if self.A is None else [*sides, ("A", self.A, damping.lambda_A)]
 
-    def _solves(self, side: str, factor: Factor, value: float, damping: Damping) -> bool:
+    def solves(self, side: str, factor: Factor, value: float, damping: Damping) -> bool:
         """True if power -1 of a side uses Cholesky: there is no clip, or a bound shows that nothing would be clipped."""
         if damping.max_condition is None:
             return True

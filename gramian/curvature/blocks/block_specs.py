@@ -80,6 +80,18 @@ class Spec:
         bias = parts[1] if parts[1] is not None else y.new_zeros(self.outputs)
         return torch.cat([y, bias.to(y)[:, None]], dim=1)
 
+    def views(self, y_OM: Tensor) -> dict[str, Tensor]:
+        """{parameter: view of its shape} into a block's matrix Y [o, m]: writing to a view writes to Y."""
+        if self.layout == "vector":
+            return {self.parameters[0]: y_OM.view(self.shapes[0])}
+        weight = y_OM[:, :-1] if self.has_bias else y_OM
+        weight = weight.mT if self.layout in ("in_out", "table") else weight
+        rows, *rest = self.shapes[0]
+        found = {self.parameters[0]: weight.unflatten(1, rest) if rest else weight.view(rows)}
+        if self.has_bias:
+            found[self.parameters[1]] = y_OM[:, -1].view(self.shapes[1])
+        return found
+
     def tensors(self, y_OM: Tensor) -> dict[str, Tensor]:
         """Split a block's matrix Y [o, m] into {parameter: tensor of its shape}."""
         if self.layout == "vector":
