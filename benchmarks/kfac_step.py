@@ -17,7 +17,6 @@ from torch.nn import functional as F
 import gramian
 from benchmarks._timing import seconds, write
 from gramian.curvature.apply.natural_gradient import gradients_of, ready_natural_gradient
-from gramian.curvature.apply.ready_operators import summary
 from gramian.models.gpt import GPT, GPTConfig
 
 SHAPES = {
@@ -62,8 +61,13 @@ def measure(config: GPTConfig, device: str, steps: int) -> dict[str, Any]:
 
     for _ in range(2 * EVERY):
         kfac_step()
-    times = _times(kfac_step, steps)
-    refreshes, between = times[::EVERY], [t for place, t in enumerate(times) if place % EVERY]
+    marked = []
+    for _ in range(steps):
+        before = kfac.refreshes
+        took = seconds(kfac_step, 1)
+        marked.append((took, kfac.refreshes > before))
+    times = [took for took, _ in marked]
+    refreshes, between = [t for t, fresh in marked if fresh], [t for t, fresh in marked if not fresh]
     median = statistics.median(base)
     found |= {
         "mean": statistics.mean(times) / median,
@@ -71,7 +75,7 @@ def measure(config: GPTConfig, device: str, steps: int) -> dict[str, Any]:
         "refresh": statistics.median(refreshes) / median,
         "worst": max(times) / median,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
-        "operators": None if kfac.state.ready is None else summary(kfac.state.ready),
+        "operators": kfac.record()["operators"],
     }
 
     def exact_step() -> None:

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 import gramian
-from gramian.curvature.apply.ready_operators import ReadyOperators, summary
+from gramian.curvature.apply import ready_operators
+from gramian.curvature.apply.natural_gradient import ready_natural_gradient
+from gramian.curvature.apply.ready_operators import ReadyOperators
 from tests.curvature.problems import PROBLEMS
 from tests.curvature.small import FEW, MANY, net, refresh, words
 
@@ -56,7 +58,7 @@ def test_operators_are_the_exact_path_to_rounding(name: str, options: dict[str, 
     if options.get("damping_mode") == "joint":
         assert set(operators.exact) == kronecker
     elif name != "hf_gpt2" and not options.get("kfac_true_fisher_head"):  # those have diagonal ± low-rank factors
-        assert not operators.exact and summary(operators)["blocks_by_precision"] == {"fp64": len(kfac.kfac_factors)}
+        assert not operators.exact and operators.facts()["blocks_by_precision"] == {"fp64": len(kfac.kfac_factors)}
 
 
 @pytest.mark.parametrize("shape", [FEW, MANY], ids=["low rank", "dense"])
@@ -77,12 +79,65 @@ def test_float32_stays_within_its_bound(shape: tuple[int, int], power: float, da
     assert bound < 0.5
 
 
+@pytest.mark.parametrize("shape", [FEW, MANY], ids=["low rank", "dense"])
+@pytest.mark.parametrize("precision", ["bf16", "tf32", "bf16x3", "fp32", "fp64"])
+def test_every_precision_stays_within_its_bound(
+    precision: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = net(dtype=torch.float64)
+    kfac = refresh(gramian.KFACNaturalGradient(update_freq=1, damping=1.0), model, words(shape))
+    expected = kfac.compute_natural_gradient(model)
+    monkeypatch.setattr(ready_operators, "_precision", lambda block, power: precision)
+    operators = operators_of(kfac)
+    off = difference(operators.apply(gradients_of(model)), expected)
+    assert off <= max(operators.errors.values()) < 1
+    if precision not in ("fp64", "tf32"):  # TF32 is float32 on a CPU
+        assert off > 1e-3 * max(operators.errors.values()) or off > 1e-8
+
+
+def test_a_factorisation_that_fails_takes_the_exact_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gramian.curvature.apply import ready_sides
+
+    model = net(dtype=torch.float64)
+    kfac = refresh(gramian.KFACNaturalGradient(update_freq=1), model)
+    expected, inverses = kfac.compute_natural_gradient(model), ready_sides._inverses
+
+    def failing(systems: Tensor) -> tuple[Tensor, Tensor]:
+        found, failed = inverses(systems)
+        return found.fill_(torch.nan), torch.ones_like(failed)
+
+    monkeypatch.setattr(ready_sides, "_inverses", failing)
+    assert difference(operators_of(kfac).apply(gradients_of(model)), expected) <= 1e-10
+
+
+def test_dots_are_products_of_the_gradient_and_its_natural_gradient() -> None:
+    model = net(dtype=torch.float64)
+    for options in ({}, {"damping_mode": "joint"}, {"memory_budget": "1GB"}):
+        kfac = refresh(gramian.KFACNaturalGradient(update_freq=1, **options), model)
+        gradients, dots = gradients_of(model), {}
+        natural = ready_natural_gradient(kfac.state, model, gradients, dots=dots)
+        total = sum(float((gradients[name] * t).sum()) for name, t in natural.items())
+        assert float(torch.stack(list(dots.values())).sum()) == pytest.approx(total, rel=1e-12)
+
+
+def test_the_record_says_what_steps_used() -> None:
+    model = net()
+    kfac = gramian.KFACNaturalGradient(update_freq=1, damping_mode="joint")
+    optimizer = gramian.precondition(torch.optim.SGD(model.parameters(), lr=0.1), model, kfac)
+    refresh(kfac, model)
+    assert kfac.record()["operators"] is None
+    optimizer.step()
+    facts = kfac.record()["operators"]
+    assert facts["exact"]["fc"] == "joint damping belongs to both sides together" and facts["power"] == -1
+    assert facts["blocks_by_precision"] == {"fp32": 2} and facts["bytes"] > 0
+
+
 def test_blocks_of_one_shape_are_multiplied_together() -> None:
     model = net()
     kfac = refresh(gramian.KFACNaturalGradient(update_freq=1), model)
     operators = operators_of(kfac)
     together = [sorted(block.spec.name for block in group.blocks) for group in operators.groups]
-    assert ["k", "q", "v"] in together and summary(operators)["products"] < 2 * len(kfac.kfac_factors)
+    assert ["k", "q", "v"] in together and operators.facts()["groups"] < len(kfac.kfac_factors)
 
 
 def test_a_missing_gradient_counts_as_zero_and_is_left_out() -> None:

@@ -11,7 +11,7 @@ Both paths are the same function of the factors. They differ by rounding alone, 
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -37,7 +37,8 @@ class SideProducts:
     def __init__(self, stacked: ReadySide, precision: Precision, side: Literal["left", "right"]) -> None:
         """Round the tensors of the stacked sides to the precision."""
         self._left = side == "left"
-        self._scale_BN = stacked.scale
+        wide = torch.float64 if precision == "fp64" else torch.float32
+        self._scale_BN = None if stacked.scale is None else stacked.scale.to(wide)
         first, second = (stacked.right, stacked.left) if stacked.matrix is None else (stacked.matrix, None)
         self._operands: list[Operand] = []
         if stacked.matrix is not None:
@@ -163,6 +164,20 @@ class ReadyOperators:
         """Bytes of all operators."""
         return sum(side.nbytes for group in self.groups for side in (group.G, group.A) if side is not None)
 
+    def facts(self) -> dict[str, Any]:
+        """Facts about the operators as JSON values: precisions, bounds, bytes, and what keeps the exact path."""
+        precisions: dict[str, int] = {}
+        for group in self.groups:
+            precisions[group.precision] = precisions.get(group.precision, 0) + len(group.blocks)
+        return {
+            "power": self.power,
+            "blocks_by_precision": precisions,
+            "groups": len(self.groups),
+            "largest_error_bound": max(self.errors.values(), default=0.0),
+            "bytes": self.nbytes,
+            "exact": dict(self.exact),
+        }
+
     def fits(self, blocks: Mapping[str, Block], power: float) -> bool:
         """Whether these operators are those of `blocks` as they are now, factors and damping included, at this power."""
         return power == self.power and _made_of(blocks) == self._made_of
@@ -282,18 +297,3 @@ def _grouped(ready: Iterable[tuple[Block, ReadySide, ReadySide | None, Precision
             inputs = SideProducts(ReadySide.stack([A.padded() for A in As if A is not None]), precision, "right")
         groups.append(ReadyGroup(blocks, outputs, inputs, precision))
     return groups
-
-
-def summary(operators: ReadyOperators) -> dict[str, object]:
-    """Facts of ready operators as JSON values: precisions, bounds, bytes, and what keeps the exact path."""
-    precisions: dict[str, int] = {}
-    for group in operators.groups:
-        precisions[group.precision] = precisions.get(group.precision, 0) + len(group.blocks)
-    return {
-        "power": operators.power,
-        "blocks_by_precision": precisions,
-        "products": sum(1 if group.A is None else 2 for group in operators.groups),
-        "largest_error_bound": max(operators.errors.values(), default=0.0),
-        "bytes": operators.nbytes,
-        "exact": dict(operators.exact),
-    }

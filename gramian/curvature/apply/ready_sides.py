@@ -120,14 +120,13 @@ def _is_solved(task: SideTask) -> bool:
 
 def _inverted(tasks: Sequence[SideTask]) -> dict[tuple[object, ...], ReadySide]:
     """{key: side} of the inverses M⁻¹ that batched Cholesky factorisations give; those that fail are missing."""
-    batches: dict[tuple[object, ...], list[SideTask]] = {}
+    batches: dict[tuple[int, torch.dtype, torch.device], list[SideTask]] = {}
     for task in tasks:
         width = task.factor.rank if task.is_thin else task.factor.dim
         batches.setdefault((width, task.dtype, task.factor.device), []).append(task)
     found: dict[tuple[object, ...], ReadySide] = {}
     outcomes: list[tuple[SideTask, Tensor]] = []
-    for (width, *_), members in batches.items():
-        assert isinstance(width, int)
+    for (width, _, _), members in batches.items():
         each = max(1, STACKED // max(1, width * width))
         for begin in range(0, len(members), each):
             chosen = members[begin : begin + each]

@@ -45,6 +45,7 @@ def record(state: CurvatureState) -> dict[str, Any]:
         "identity": sorted(state.without_curvature),
         "bytes": sum(factor.nbytes for factor in factors.values())
         + sum(block.correction_nbytes for block in blocks.values()),
+        "operators": None if state.ready is None else {k: _finite(v) for k, v in state.ready.facts().items()},
         "layers": {name: _layer(state, block) for name, block in blocks.items()},
     }
 
