@@ -39,12 +39,11 @@ class SideProducts:
         self._left = side == "left"
         wide = torch.float64 if precision == "fp64" else torch.float32
         self._scale_BN = None if stacked.scale is None else stacked.scale.to(wide)
-        first, second = (stacked.right, stacked.left) if stacked.matrix is None else (stacked.matrix, None)
         self._operands: list[Operand] = []
         if stacked.matrix is not None:
             self._operands.append(Operand.of(stacked.matrix, precision, side))
-        elif first is not None and second is not None:  # V(UᵀY), or (Y U)Vᵀ, as P is symmetric
-            pair = (first.mT, second) if self._left else (first, second.mT)
+        elif stacked.left is not None and stacked.right is not None:  # V(UᵀY), or (Y U)Vᵀ, as P is symmetric
+            pair = (stacked.right.mT, stacked.left) if self._left else (stacked.right, stacked.left.mT)
             self._operands += [Operand.of(t.contiguous(), precision, side) for t in pair]
 
     @property
