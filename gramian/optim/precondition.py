@@ -88,6 +88,8 @@ class _NaturalStep:
         self._first_rates = [float(group["lr"]) for group in optimizer.param_groups]
         self._names: dict[int, str] = {}
         """{id of a parameter of the optimizer: its name in the model}."""
+        self._squares: tuple[tuple[list[float], torch.device], Tensor] | None = None
+        """((lr₀² of every block, device), the same as a tensor there)."""
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(value is not None for value in (*args[1:], kwargs.get("closure"))):  # args[0] is the optimizer
@@ -138,9 +140,9 @@ class _NaturalStep:
             squares.append(max(rates[id(trained[member])] for member in members if member in trained) ** 2)
             parts.append(dot.double())
         where = parts[0].device
-        kl = 0.5 * (
-            torch.stack([part.to(where) for part in parts]) @ torch.tensor(squares, dtype=torch.float64).to(where)
-        )
+        if self._squares is None or self._squares[0] != (squares, where):  # a copy to the device waits for it
+            self._squares = (squares, where), torch.tensor(squares, dtype=torch.float64).to(where)
+        kl = 0.5 * (torch.stack([part.to(where) for part in parts]) @ self._squares[1])
         kl = kl.clamp(min=0)
         loss_scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales inside its step
         if loss_scale is not None:
