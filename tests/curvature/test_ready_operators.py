@@ -1,5 +1,6 @@
 """Ready operators against the exact path, over options and models; and that none is used after what it was made of changed."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import gramian
 from gramian.curvature.apply import ready_operators
 from gramian.curvature.apply.natural_gradient import ready_natural_gradient
 from gramian.curvature.apply.ready_operators import ReadyOperators
+from gramian.linalg.tensor_core_products import UNITS
 from tests.curvature.problems import PROBLEMS
 from tests.curvature.small import FEW, MANY, net, refresh, words
 
@@ -161,3 +163,35 @@ def test_operators_do_not_outlive_what_they_were_made_of() -> None:
     assert operators.fits(kfac.kfac_factors, -1.0)
     refresh(kfac, model, words(seed=5))
     assert not operators.fits(kfac.kfac_factors, -1.0)
+
+
+def test_steps_after_a_refresh_use_its_factors() -> None:
+    model = net(dtype=torch.float64)
+    kfac = gramian.KFACNaturalGradient(update_freq=1)
+    for seed in range(3):
+        refresh(kfac, model, words(seed=seed))
+        gradients = gradients_of(model)
+        found = ready_natural_gradient(kfac.state, model, gradients)
+        assert difference(found, kfac.compute_natural_gradient(model)) <= 1e-10
+
+
+@pytest.mark.parametrize("damping", [30.0, 1.0, 1e-1, 1e-3])
+def test_the_precision_follows_from_the_condition_number(damping: float) -> None:
+    model = net()
+    kfac = refresh(gramian.KFACNaturalGradient(update_freq=1, damping=damping), model, words(MANY))
+    seen = set()
+    for block in kfac.kfac_factors.values():
+        on_gpu = replace(block, spec=replace(block.spec, device=torch.device("cuda")))
+        precision = ready_operators._precision(on_gpu, -1.0)
+        worst = max(ready_operators._conditions(block, -1.0))
+        half = all(
+            factor.storage_dtype == torch.float16 or factor.kind == "diagonal" for factor in block.factors.values()
+        )
+        if block.A is None or not half:
+            assert precision in ("fp32", "fp64")
+            continue
+        cheaper = [name for name in ("bf16", "tf32", "bf16x3") if UNITS[name] > UNITS[precision]]
+        assert all(UNITS[name] * worst > 0.01 for name in cheaper)
+        assert UNITS[precision] * worst <= 0.01 or precision in ("fp32", "fp64")
+        seen.add(precision)
+    assert seen

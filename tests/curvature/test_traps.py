@@ -36,6 +36,7 @@ from tests.curvature import (
     test_planning,
     test_precondition,
     test_products,
+    test_ready_operators,
     test_record,
 )
 from tests.curvature.small import FEW, MANY, assert_near, net, refresh, sides, words
@@ -558,6 +559,27 @@ TRAPS = (
         "parameters told apart by name",
         Edit("consistency:unique_parameters", "first.setdefault(id(p),", "first.setdefault(name,"),
         test_precondition.test_a_tied_parameter_is_preconditioned_once,
+    ),
+    # ---- ready operators ----
+    Mutation(
+        "operators of factors that are gone",
+        Edit("ReadyOperators.fits", "and _made_of(blocks) == self._made_of", ""),
+        test_ready_operators.test_steps_after_a_refresh_use_its_factors,
+    ),
+    Mutation(
+        "operators of another power",
+        Edit("ReadyOperators.fits", "power == self.power and ", ""),
+        test_ready_operators.test_operators_do_not_outlive_what_they_were_made_of,
+    ),
+    Mutation(
+        "products coarser than their bound",
+        Edit("ready_operators:_precision", "<= ACCURATE", "<= 10 * ACCURATE"),
+        partial(test_ready_operators.test_the_precision_follows_from_the_condition_number, 1e-1),
+    ),
+    Mutation(
+        "padding that is not zero",
+        Edit("ReadyGroup._stacked", "y_BOM[:, :, spec.inputs :].zero_()", "y_BOM[:, :, spec.inputs :].fill_(1.0)"),
+        test_ready_operators.test_dots_are_products_of_the_gradient_and_its_natural_gradient,
     ),
     # ---- the exact head ----
     Mutation(
