@@ -577,8 +577,10 @@ TRAPS = (
         partial(test_ready_operators.test_the_precision_follows_from_the_condition_number, 1e-1),
     ),
     Mutation(
-        "padding that is not zero",
-        Edit("ReadyGroup._stacked", "y_BOM[:, :, spec.inputs :].zero_()", "y_BOM[:, :, spec.inputs :].fill_(1.0)"),
+        "padding left as it was in memory",
+        Edit(
+            "ReadyGroup._stacked", "y_BOM[:, :, spec.inputs :].zero_()", "y_BOM[:, :, spec.inputs :].fill_(torch.nan)"
+        ),
         test_ready_operators.test_dots_are_products_of_the_gradient_and_its_natural_gradient,
     ),
     # ---- the exact head ----
