@@ -132,7 +132,12 @@ def _evaluate(arguments: argparse.Namespace, folder: Path, grid: Any, field: str
     if arguments.json is not None and grid.rank == 0:
         rows = [{**vars(each), "loss": each.loss, "perplexity": each.perplexity} for each in found]
         report = {"run": str(folder), "step": saved.step, "best": saved.best, "results": rows}
-        Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        try:
+            Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        except OSError as problem:
+            raise GramianError(
+                f"argument --json: {arguments.json}: {problem.strerror}; expected a file in an existing folder"
+            ) from None
     return 0
 
 

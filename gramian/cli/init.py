@@ -84,7 +84,7 @@ def _values(folder: Path, text: list[str] | None, model: str | None) -> tuple[di
     if look is None:
         if home is not None:
             raise GramianError(
-                f"argument --text: none given, and no text file in {folder}; expected what to train {home} on"
+                f"argument --text: none given, and no text file in {folder}; expected what to train --model {home} on"
             )
         return values, f"{trained} on the embedded corpus"
     tokens = look.size // (4 if home is not None else 1)

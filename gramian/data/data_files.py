@@ -64,7 +64,7 @@ def find_files(names: Sequence[str], source: Source, field: str = "data.files") 
         try:
             folder, exists = path.is_dir(), path.exists()
         except OSError as problem:
-            raise unreadable(path, problem) from None
+            raise GramianError(f"{field}: {unreadable(path, problem)}") from None
         if folder:
             inside = sorted(files_below(path, SUFFIXES[source]), key=lambda file: file.as_posix())
             if not inside:

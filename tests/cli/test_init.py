@@ -172,7 +172,10 @@ def test_bad_input_exits_2_with_one_line(here: Path, capsys: pytest.CaptureFixtu
         (["--model", "odd"], "argument --model: odd has no readable config.json; expected"),
         (["--example", "kfac", "--model", "one"], "argument --example: is written as it is; expected"),
         ([], "argument --model: one, two are models; expected one of them"),
-        (["--model", "one"], "argument --text: none given, and no text file in .; expected what to train one on"),
+        (
+            ["--model", "one"],
+            "argument --text: none given, and no text file in .; expected what to train --model one on",
+        ),
     ):
         assert main(["init", *arguments]) == 2
         error = capsys.readouterr().err
