@@ -24,6 +24,7 @@ for name, folder in (("gramian", {package!r}), ("gramian.train", {package!r} + "
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [folder]
 from gramian.train.loop.interrupts import Interrupts
+signal.signal(signal.SIGHUP, signal.{hangup})  # under nohup it is ignored
 with Interrupts() as interrupts:
     {before}
     print("ready", flush=True)
@@ -38,8 +39,8 @@ STUCK = "ctypes.PyDLL(None).sleep(60)"
 
 
 @contextmanager
-def started(after: str, before: str = "") -> Iterator[subprocess.Popen[str]]:
-    code = LOOP.format(package=str(PACKAGE), before=before, after=after)
+def started(after: str, before: str = "", hangup: str = "SIG_DFL") -> Iterator[subprocess.Popen[str]]:
+    code = LOOP.format(package=str(PACKAGE), before=before, after=after, hangup=hangup)
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         assert read(process) == "ready"
@@ -76,7 +77,17 @@ def test_the_second_ends_the_process_at_once_even_inside_c(first: signal.Signals
         assert read(process) == ""
 
 
+def test_under_nohup_a_closed_terminal_changes_nothing() -> None:
+    with started("", hangup="SIG_IGN") as process:
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        assert read(process) == "SIGTERM"
+        process.send_signal(signal.SIGHUP)
+        assert read(process) == "left" and process.wait(PATIENCE) == 0
+
+
 def test_what_was_there_is_restored_and_nothing_is_noted_after() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     before = [signal.getsignal(number) for number in SIGNALS]
     with pytest.raises(KeyError), Interrupts() as interrupts:
         assert signal.getsignal(signal.SIGTERM) not in before
