@@ -95,9 +95,9 @@ def _norm_panels(run: RunData, several: bool) -> list[Panel]:
     lines = [
         line for place, line in enumerate(run.lines) if place not in run.taken_back and _histogram(line) is not None
     ]
-    if not lines:
+    rows = _norm_rows(lines) if lines else []
+    if not rows:  # Poisson draws may all have been empty
         return []
-    rows = _norm_rows(lines)
     clip_norm = number(lines[0]["sample_norms"]["clip_norm"]) or 1.0
     name = f", {run.name}" if several else ""
     found = []

@@ -134,7 +134,7 @@ def test_factorising_and_applying_take_what_the_plan_says(
     total, at_rest = done.plan.totals["cpu"], done.kfac.record()["bytes"]
     blocks = done.kfac.kfac_factors
     with measured() as prepared, torch.no_grad():
-        apply_factors._prepare(
+        apply_factors.prepare(
             blocks, dict.fromkeys(blocks, torch.float64), -1.0, done.kfac.options, SharedFactorisation(None)
         )
     assert total.use == pytest.approx(prepared.peak, rel=0.1)

@@ -285,7 +285,7 @@ TRAPS = (
     ),
     Mutation(
         "clip on the inputs' side only",
-        Edit("Block._solves", "if damping.max_condition is None:", 'if damping.max_condition is None or side == "G":'),
+        Edit("Block.solves", "if damping.max_condition is None:", 'if damping.max_condition is None or side == "G":'),
         _clipped(FEW),
     ),
     Mutation(

@@ -282,3 +282,10 @@ def test_the_command_writes_the_page_and_prints_its_path(
     assert main(["report", "a", "b"]) == 0 and "report.html" in capsys.readouterr().out
     assert "Eigenvalues of every layer, b" in Page.read(tmp_path / "report.html").titles
     assert main(["report", "a", "--out", "c.html"]) == 0 and (tmp_path / "c.html").is_file()
+
+
+def test_a_private_run_whose_draws_were_all_empty_has_a_page(tmp_path: Path) -> None:
+    norms = {**run_folders.NORMS, "counts": [0] * len(run_folders.COUNTS)}
+    lines = [step_line(step, step - 1, sample_norms=norms, not_covered_by_epsilon=["loss"]) for step in range(1, 4)]
+    page = page_of(write_run(tmp_path / "run", lines, privacy={"noise_multiplier": 1.0}))
+    assert "Loss" in page.titles and not any("norms" in title for title in page.titles)
