@@ -104,7 +104,7 @@ class Stream:
         return part
 
     def split(self, at: int, tokenizer: Tokenizer) -> tuple["Stream", "Stream"]:
-        """Return two streams: the first `at` tokens, and the others. A document across the cut is one document in each.
+        """Return two streams: the first `at` tokens, and those after them. A document across the cut is one document in each.
 
         `tokenizer` counts the bytes of text on both sides of such a cut; they are not known if it does not count all bytes of
         the document, because it loses or adds some.

@@ -90,8 +90,8 @@ def test_every_precision_stays_within_its_bound(
     kfac = refresh(gramian.KFACNaturalGradient(update_freq=1, damping=1.0), model, words(shape))
     expected = kfac.compute_natural_gradient(model)
     monkeypatch.setattr(ready_operators, "_precision", lambda block, power: precision)
-    operators = operators_of(kfac)
-    off = difference(operators.apply(gradients_of(model)), expected)
+    operators, wide = operators_of(kfac), torch.float64 if precision == "fp64" else torch.float32
+    off = difference(operators.apply({name: t.to(wide) for name, t in gradients_of(model).items()}), expected)
     assert off <= max(operators.errors.values()) < 1
     if precision not in ("fp64", "tf32"):  # TF32 is float32 on a CPU
         assert off > 1e-3 * max(operators.errors.values()) or off > 1e-8
@@ -195,3 +195,13 @@ def test_the_precision_follows_from_the_condition_number(damping: float) -> None
         assert UNITS[precision] * worst <= 0.01 or precision in ("fp32", "fp64")
         seen.add(precision)
     assert seen
+
+
+def test_a_model_that_became_float64_is_preconditioned_in_float64() -> None:
+    model = net()
+    kfac = gramian.KFACNaturalGradient(update_freq=9, damping=1e-4)
+    refresh(kfac, model)
+    ready_natural_gradient(kfac.state, model, gradients_of(model))
+    wide = {name: t.double() for name, t in gradients_of(model).items()}
+    found = ready_natural_gradient(kfac.state, model, wide)
+    assert difference(found, kfac.compute_natural_gradient(model, gradients=wide)) <= 1e-12

@@ -1,8 +1,8 @@
 """Ready operators: a power of the damped Fisher as matrices that are computed once a refresh and applied at every step.
 
 For a block F = G ⊗ A with factored damping, (F + damping)^p Y = P_G Y P_A for Y [o, m]. Factors and damping in; out comes per
-side a matrix P [n, n], or P = diag(d) + V Uᵀ with thin V and U [n, r] where that costs less (2r < n). Blocks of one shape are
-stacked and multiplied together: two products for a whole group of layers, 2·o·m·(o + m) FLOPs a layer, where the exact path
+side a matrix P [n, n], or P = diag(d) + V Uᵀ with thin V and U [n, r] where r is at most ¾ n. Blocks of one shape are stacked
+and multiplied together: two products for a whole group of layers, 2·o·m·(o + m) FLOPs a layer, where the exact path
 (`apply_factors`) solves with Cholesky factors, layer by layer.
 
 Both paths are the same function of the factors. They differ by rounding alone, of which `ReadyOperators.errors` are bounds.
@@ -137,6 +137,7 @@ class ReadyOperators:
         self.power, self.options, self.factorisations = power, options, factorisations
         self._blocks = dict(blocks)
         self._made_of = _made_of(blocks)
+        self._alive = [(block.A, block.G, block.correction) for block in blocks.values()]  # no new object has their id
         self.exact = {name: why for name, block in blocks.items() if (why := _why_exact(block, power))}
         """{name of a block that keeps the exact path: why}."""
         fast = {name: block for name, block in blocks.items() if name not in self.exact}
@@ -184,7 +185,8 @@ class ReadyOperators:
     def apply(self, vector: Mapping[str, Tensor], dots: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """{parameter: (F + damping)^p v} for all blocks that have a parameter in v = `vector`, on v's device.
 
-        Results are views of stacked tensors in the precision of their products. `dots`, if given, receives {block: 0-dim
+        Results are views of stacked tensors in the precision of their products. A v in float64 whose operators are not, as
+        after `model.double()`, takes the exact path, and so do shards of v. `dots`, if given, receives {block: 0-dim
         vᵀ(F + damping)^p v}, from which the length of a step follows without another pass over it.
         """
         found: dict[str, Tensor] = {}
@@ -192,7 +194,7 @@ class ReadyOperators:
         for group in self.groups:
             given = [block for block in group.blocks if _touches(block, vector)]
             parts = (vector[name] for block in given for name in block.spec.parameters if name in vector)
-            if any(isinstance(part, DTensor) for part in parts):
+            if any(isinstance(part, DTensor) or part.dtype.itemsize > group.dtype.itemsize for part in parts):
                 rest |= {block.spec.name: block for block in given}
             elif given:
                 y_BOM, out_BOM = group.apply(vector)
@@ -257,8 +259,8 @@ def _precision(block: Block, power: float) -> Precision:
     """Precision of a block's products: the lowest whose rounding u, times the condition number of a side, is small enough.
 
     Rounding P_A multiplies the result by I + E with ‖E‖ ≤ u·κ(P_A), and likewise P_G. Factors that were rounded to half
-    precision are multiplied on tensor cores of a GPU while u·κ ≤ `ACCURATE`; all others in float32, or in float64 where the
-    exact path uses it.
+    precision are multiplied on tensor cores of a GPU while u·κ ≤ `ACCURATE`; factors in float32 in float32, or in float64 where
+    the exact path uses it.
     """
     damping = block.damping
     assert damping is not None

@@ -39,8 +39,8 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-            heard = [number for number in SIGNALS if not (under_nohup and number == signal.SIGHUP)]
-            self._before = {number: signal.signal(number, self._note) for number in heard}
+            handled = [number for number in SIGNALS if not (under_nohup and number == signal.SIGHUP)]
+            self._before = {number: signal.signal(number, self._note) for number in handled}
         return self
 
     def __exit__(self, *error: object) -> None:
