@@ -42,6 +42,10 @@ class Recipe:
     """Whether the powers are applied again after N, so that the step is steepest in K-FAC's metric."""
     damping: float = 0.1
     """δ, relative to the mean eigenvalue."""
+    narrow: int = 10**9
+    """Width of the widest side to which a power is applied."""
+    normed: float = 0.0
+    """Decay of each row's mean square after N, by whose root it is divided; 0: rows stay as they are."""
     momentum: float = 0.95
     rest: float = 1.0
     """Learning rate of everything else over `lr`."""
@@ -104,6 +108,7 @@ class Sketch:
         self.momentum = {s: torch.zeros(len(layers), *s, device="cuda") for s, layers in self.groups.items()}
         self.factors: dict[tuple[Any, ...], Tensor] = {}
         self.roots: dict[tuple[Any, ...], Tensor] = {}
+        self.squares: dict[tuple[int, ...], Tensor] = {}
         self.chosen: Tensor | None = None
         for shape, layers in self.groups.items():
             for place, layer in enumerate(layers):
@@ -137,8 +142,8 @@ class Sketch:
         recipe = self.recipe
         for shape, layers in self.groups.items():
             if self.chosen is not None:
-                for side, power in (("A", recipe.a), ("G", recipe.g)):
-                    if power:
+                for side, power, width in (("A", recipe.a, shape[1]), ("G", recipe.g, shape[0])):
+                    if power and width <= recipe.narrow:
                         stack = torch.stack([self.factors[shape, place, side] for place in range(len(layers))])
                         self.roots[shape, side] = inverse_power(stack, power, recipe.damping)
             gradient, momentum = torch.stack([layer.weight.grad for layer in layers]), self.momentum[shape]
@@ -148,7 +153,11 @@ class Sketch:
                 step = orthogonalised(step)
             if recipe.after:
                 step = self._whitened(step, shape)
-            if recipe.orthogonal and not recipe.after:
+            if recipe.normed:
+                squares = step.square().mean(-1, keepdim=True)
+                self.squares[shape] = squares.lerp(self.squares.get(shape, squares), recipe.normed)
+                step = step / self.squares[shape].sqrt().clamp(min=1e-12)
+            if recipe.orthogonal and not recipe.after and not recipe.normed:
                 step = step * 0.2 * math.sqrt(max(shape))
             else:
                 step = step * (0.2 / step.square().mean(dim=(-2, -1), keepdim=True).sqrt().clamp(min=1e-12))
@@ -157,8 +166,8 @@ class Sketch:
         self.chosen = None
 
     def _whitened(self, step: Tensor, shape: tuple[int, ...]) -> Tensor:
-        step = step @ self.roots[shape, "A"] if self.recipe.a else step
-        return self.roots[shape, "G"] @ step if self.recipe.g else step
+        step = step @ self.roots[shape, "A"] if (shape, "A") in self.roots else step
+        return self.roots[shape, "G"] @ step if (shape, "G") in self.roots else step
 
 
 def batches(stream: Tensor, seed: int) -> Iterator[Tensor]:

@@ -91,8 +91,8 @@ def open_model_folder(
     if not is_file(Path(path) / "config.json"):
         raise GramianError(f"{field}: {path} has no config.json; expected the folder of a Hugging Face model")
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield AutoConfig.from_pretrained(path, local_files_only=True), AutoModelForCausalLM
     except (GramianError, torch.OutOfMemoryError, MemoryError):
@@ -103,4 +103,4 @@ def open_model_folder(
     finally:
         logging.set_verbosity(verbosity)
         if bars:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            logging.enable_progress_bar()
