@@ -48,6 +48,7 @@ class Options:
     strict: bool
     memory_budget: int | str | None = None
     ekfac: bool = False
+    one_sided: bool = False
 
     def __post_init__(self) -> None:
         """Raise a GramianError for the first option whose value is not allowed; the message names the values that are."""
@@ -66,7 +67,7 @@ class Options:
             if value is not None or name != "max_tokens":
                 check_count(name, value)
         check_seed(self.seed)
-        for name in ("use_eigenvalue_correction", "kfac_use_woodbury", "kfac_true_fisher_head", "strict", "ekfac"):
+        for name in ("use_eigenvalue_correction", "kfac_use_woodbury", "kfac_true_fisher_head", "strict", "ekfac", "one_sided"):
             if not isinstance(getattr(self, name), bool):
                 raise GramianError(f"{name}: expected True or False, got {getattr(self, name)!r}")
         for name, accepted in (

@@ -36,6 +36,8 @@ class CurvatureState:
     """{block name: its parameters, shapes and kind} for the captured model."""
     blocks: dict[str, Block] = field(default_factory=dict)
     """{block name: `Block` with its factors}; blocks that no captured data has reached are missing."""
+    only: frozenset[str] | None = None
+    """Names of parameters: blocks of other parameters are left out. None: all blocks are estimated."""
     head: str | None = None
     """Name of the layer whose outputs are the logits; None while it is not known."""
     factorisations: SharedFactorisation = field(default_factory=lambda: SharedFactorisation(None))
@@ -110,6 +112,8 @@ class CurvatureState:
         A block whose parameters are all frozen now is no error: it keeps its factors until they train again.
         """
         specs = find_blocks(root, self.options)
+        if self.only is not None:
+            specs = {name: spec for name, spec in specs.items() if not self.only.isdisjoint(spec.parameters)}
         frozen = {name for name, p in unique_parameters(root) if not p.requires_grad}
         for name, block in self.blocks.items():
             now = specs.get(name)

@@ -13,6 +13,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from gramian.core.byte_amounts import parse_bytes
 from gramian.core.errors import GramianError
+from gramian.optim.kfac_optimizer import KFAC
 from gramian.privacy.sampling.population import batch_size_of, population
 from gramian.taps.capture import check_arguments
 
@@ -77,7 +78,7 @@ def check_optimizer(module: Any, optimizer: Any) -> None:
     """Check that the optimizer's step can be made private.
 
     Raises:
-        GramianError: for LBFGS, an optimizer that requires a closure, SparseAdam, an optimizer that steps inside the
+        GramianError: for LBFGS, KFAC, an optimizer that requires a closure, SparseAdam, an optimizer that steps inside the
             backward, or arguments of another type.
     """
     if not isinstance(module, nn.Module):
@@ -94,6 +95,11 @@ def check_optimizer(module: Any, optimizer: Any) -> None:
         raise GramianError(
             f"optimizer: {type(optimizer).__name__} asks for a closure, to evaluate the loss several times in one step; "
             "expected one backward a step"
+        )
+    if isinstance(optimizer, KFAC):
+        raise GramianError(
+            "optimizer: gramian.optim.KFAC takes its curvature from the private batches, which is outside the accountant; "
+            "expected another optimizer, with gramian.precondition and public factors if wanted"
         )
     if isinstance(optimizer, SparseAdam):
         raise GramianError("optimizer: SparseAdam wants sparse gradients, noise is dense; expected Adam")

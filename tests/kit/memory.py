@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 MARK = 987_654
@@ -25,19 +26,34 @@ def mark() -> None:
 def measured() -> Iterator[Measured]:
     """Count every request to the CPU's allocator, those inside of operators included.
 
-    What earlier tests left to the garbage collector is collected first: freed meanwhile, it would hide as many bytes.
+    Memory that is freed inside counts only if it was requested inside: what earlier tests left would hide as many bytes.
     """
     gc.collect()
     found = Measured()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as told:
         yield found
-    events = told.profiler.kineto_results.events()  # type: ignore[union-attr]
+    live: dict[int, int] = {}
     there = None
-    for _, count in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
+    for _, count, address in sorted(_requests(told)):
         if abs(count) == MARK:
             there = found.left
             continue
+        if count < 0 and address not in live:
+            continue
+        live[address] = count
+        if count < 0:
+            del live[address]
         found.left += count
         found.peak = max(found.peak, found.left)
         if there is not None:
             found.since_mark = max(found.since_mark, found.left - there)
+
+
+def _requests(told: profile) -> Iterator[tuple[int, int, int]]:
+    """(time, bytes, address) of every request, with fewer than 0 bytes where memory is freed."""
+    waiting = list(told.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        if event.tag == _EventType.Allocation:
+            yield event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr

@@ -74,10 +74,10 @@ class KFACCapture(Capture):
 
         `finish` is called at its end and makes factors from the sums. `estimate` is "empirical" or "mc", for the record.
         """
+        outside = any(spec.kind != "kronecker" for spec in remainder.specs.values())
         super().__init__(
             model,
-            kronecker,
-            remainder,
+            *((kronecker, remainder) if outside else (kronecker,)),
             loss_reduction=loss.loss_reduction,
             batch_size=loss.batch_size,
             token_weights=loss.token_weights,
@@ -231,7 +231,10 @@ class KFACCapture(Capture):
 
     def collected(self) -> tuple[Any, Any]:
         """({K-FAC block: its sums}, {other parameter: its sum}); both empty if a backward failed half-way."""
-        return ({}, {}) if self.problem else (self._sums_of(self.kronecker), self._sums_of(self.remainder))
+        if self.problem:
+            return {}, {}
+        outside = self._sums_of(self.remainder) if self.remainder in self.statistics else {}
+        return self._sums_of(self.kronecker), outside
 
 
 class IdleCapture:

@@ -127,7 +127,7 @@ class TokenSelection:
             weights = None if bool((weights == 1).all()) else weights
             index = None if seen == batch * tokens else index
         if keep.limit is not None:
-            keys = token_keys(self.seed, info.samples_B.to(device), tokens, info.draw).reshape(-1)
+            keys = token_keys(self.seed, info.samples_B.to(device, non_blocking=True), tokens, info.draw).reshape(-1)
             keys = keys if index is None else keys[index]
             if len(keys) > keep.limit:
                 subset = keys.topk(keep.limit, largest=False).indices.sort().values

@@ -61,9 +61,11 @@ def store_of(options: Options, home: str) -> str:
 
 def _policy(spec: Spec, options: Options, head: str | None) -> SidePolicies:
     is_head = head in spec.layers
+    inputs, outputs = spec.inputs - spec.has_bias, spec.outputs
+    diagonal = StoragePolicy(diagonal=True)
     return SidePolicies(
-        keep_for("A", spec.inputs, is_head, options),
-        keep_for("G", spec.outputs, is_head, options),
+        diagonal if options.one_sided and inputs > outputs else keep_for("A", spec.inputs, is_head, options),
+        diagonal if options.one_sided and outputs > inputs else keep_for("G", spec.outputs, is_head, options),
         keep_for("G", spec.outputs if spec.layout == "table" else spec.inputs, False, options),
     )
 

@@ -1,6 +1,6 @@
 """Plan the memory of K-FAC on a model: `KFACNaturalGradient.plan`."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -32,10 +32,11 @@ def plan_curvature(
     device: str | torch.device | None = None,
     free: int | None = None,
     world_size: int = 1,
+    only: Collection[str] | None = None,
 ) -> CurvaturePlan:
     """Plan the memory of K-FAC from shapes alone; `KFACNaturalGradient.plan` documents the arguments.
 
-    `model` has no wrapper. `head` None: the last linear layer; `exact_head`: its G is the exact Fisher of the softmax. A
+    `model` has no wrapper. `only`: names of parameters, None for all. `head` None: the last linear layer; `exact_head`: its G is the exact Fisher of the softmax. A
     GramianError is raised if EK-FAC is on and neither tokens nor inputs are given.
     """
     check_count("world_size", world_size)
@@ -44,6 +45,8 @@ def plan_curvature(
     alone = world_size == 1 or options.kfac_distributed_reduce == "none"
     reduced, eigenvectors = options.weight_sharing == "reduce", power != -1 or options.damps_product
     specs = find_blocks(model, options)
+    if only is not None:
+        specs = {name: spec for name, spec in specs.items() if any(p in only for p in spec.parameters)}
     source = token_source(model, specs, tokens, inputs)
     head = head if head is not None else source.last_linear(specs)
     runs_on = None if device is None else torch.device(device).type

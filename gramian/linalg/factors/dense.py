@@ -49,6 +49,8 @@ class Dense(Decomposable):
         """
         dtype = torch.promote_types(left.dtype, right.dtype)
         total = mine * left.dense().to(dtype)
+        if all(isinstance(factor, Dense) and not factor.stored.rounded for factor in (left, right)):
+            return cls.of_sum(total.add_(right.dense().to(total), alpha=theirs), storage)
         off = left.quantisation_error.double() * wide_norm(total)
         other = right.dense().to(total)
         off = off + theirs * right.quantisation_error.to(off) * wide_norm(other)
@@ -56,7 +58,8 @@ class Dense(Decomposable):
         del other
         found = cls.of_sum(total, storage)
         off = off / wide_norm(total).clamp(min=torch.finfo(torch.float64).tiny)
-        found.stored = replace(found.stored, relative_error=found.stored.relative_error + off)
+        error = found.stored.relative_error + off
+        found.stored = replace(found.stored, relative_error=error, rounded=True)
         return found
 
     @property

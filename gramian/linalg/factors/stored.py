@@ -69,6 +69,8 @@ class Stored:
     """‖M − stored‖_F / ‖M‖_F, 0-dim; the error of U Uᵀ is about twice that of a stored U."""
     home: torch.device | None = None
     """The GPU that computes products with M after it was copied to the host; None: the device on which it is stored."""
+    rounded: bool = True
+    """False if it is known, without reading `relative_error` from the device, that the error is 0."""
 
     @property
     def nbytes(self) -> int:
@@ -121,7 +123,7 @@ class Stored:
     def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> "Stored":
         """The same stored matrix with every tensor passed through `move`; `home`: device for products, None: where they are."""
         left, right = (None if t is None else move(t) for t in (self.left, self.right))
-        return Stored(move(self.body), left, right, move(self.relative_error), home)
+        return Stored(move(self.body), left, right, move(self.relative_error), home, self.rounded)
 
     def scaled(self, factor: float) -> "Stored":
         """The stored matrix factor·M, without rounding the body again: the factor multiplies the column scales, in float64."""
@@ -191,7 +193,7 @@ def _plain(
         body = torch.empty(source.shape, dtype=dtype, device=source.device)
         for columns in pieces(source.shape[1], source.shape[0]):
             body[:, columns] = source.piece(columns)
-    return Stored(body, None, None, torch.zeros((), device=body.device))
+    return Stored(body, None, None, torch.zeros((), device=body.device), rounded=False)
 
 
 def _rounded(

@@ -1,0 +1,316 @@
+"""`KFAC`: an optimizer that brings its own curvature: whitened, orthogonalised steps for weight matrices, AdamW for the rest.
+
+The recipe is the best of those that were searched in `benchmarks/optimizer_recipes.py`; docs/concepts/kfac_optimizer.md says
+what each part contributes, and where it stands beside AdamW and Muon.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from gramian.core.errors import GramianError
+from gramian.curvature.blocks.block import Block
+from gramian.curvature.blocks.block_specs import Spec, find_blocks
+from gramian.curvature.blocks.consistency import check_number, unique_parameters
+from gramian.curvature.estimate.kfac_capture import IdleCapture, KFACCapture
+from gramian.curvature.kfac import KFACNaturalGradient
+from gramian.curvature.persist import curvature_record
+from gramian.optim.whitened_steps import WhitenedSteps
+from gramian.taps.model.user_names import unwrap
+
+MATRIX_RATE = 4.0
+"""Learning rate of weight matrices over `lr`, that of everything else."""
+RMS = 0.2
+"""Root mean square of a matrix's step over its learning rate, as AdamW's is in the long run."""
+
+
+class KFAC(Optimizer):
+    """K-FAC as an optimizer: its own curvature, refreshed from the backwards that training runs anyway.
+
+    A weight matrix W of a layer with factors A and G, gradient g and momentum β steps along
+
+        M ← βM + (1−β)g,    N = βM + (1−β)g,    U = P_G · orth(P_G N P_A) · P_A,    W ← W − 4·lr·(0.2·U/rms(U) + decay·W)
+
+    where P_A and P_G are (A/ā + δI)^(−1/4) and (G/ḡ + δI)^(−1/4) of the averaged factors, relative to their mean eigenvalues,
+    and orth brings all singular values near 1. The wider factor of a layer is its diagonal. Embeddings, the output layer,
+    biases, norms and parameters without factors take AdamW with `lr` in the same step. Biases and norms do not decay.
+
+    ```python
+    optimizer = gramian.optim.KFAC(model, lr=2e-3, weight_decay=0.1)
+    with optimizer.capture(num_terms=y.numel()):
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+    optimizer.step()
+    ```
+
+    One step costs about 30 n³ FLOPs for a square matrix of width n, in bfloat16 on a GPU, and every `update_freq` steps a
+    refresh. Memory: one momentum per weight matrix, two moments for everything else, factors of the narrower sides (float32)
+    and their roots. A sharded model (FSDP2, tensor parallel) gathers one averaged gradient at a time; every process computes
+    every step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 2e-3,
+        weight_decay: float = 0.1,
+        *,
+        params: Iterable[Any] | None = None,
+        momentum: float = 0.9,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        damping: float = 0.1,
+        update_freq: int = 20,
+        ema_decay: float = 0.8,
+        max_tokens: int | None = 2048,
+        seed: int = 0,
+        process_group: Any = None,
+    ) -> None:
+        """Create the optimizer of a model, after `fully_shard` or DDP.
+
+        Args:
+            model: the module that is trained.
+            lr: learning rate of AdamW; weight matrices use four times this.
+            weight_decay: decoupled decay of parameters of two or more dimensions.
+            params: parameters, or groups of them as other optimizers take them, with the keys lr, weight_decay, momentum,
+                betas, eps, and kfac (False: AdamW for all of the group); None: all trainable parameters of the model.
+            momentum: β of weight matrices.
+            betas: decay of AdamW's moments.
+            eps: AdamW's constant.
+            damping: δ, relative to the mean eigenvalue of each factor.
+            update_freq: number of steps from one refresh of the factors to the next.
+            ema_decay: decay of the factors' moving average over refreshes.
+            max_tokens: size of the random subset of tokens that a refresh uses; None: all.
+            seed: seed of these subsets.
+            process_group: the processes that share the data; None: those of DDP or FSDP2, else all.
+
+        Raises:
+            GramianError: naming an argument that is not allowed, or a parameter that is not the model's.
+        """
+        if not isinstance(model, nn.Module):
+            raise GramianError(f"model: expected an nn.Module, got {type(model).__name__}")
+        check_number("damping", damping, "positive")
+        self._model = model
+        self._names = {id(p): name for name, p in unique_parameters(unwrap(model))}
+        self.kfac = KFACNaturalGradient(
+            update_freq=update_freq,
+            ema_decay=ema_decay,
+            max_tokens=max_tokens,
+            seed=seed,
+            kfac_use_woodbury=False,
+            woodbury_dtype=_storage(model),
+            one_sided=True,
+            process_group=process_group,
+        )
+        """The curvature inside: factors of the weight matrices that take whitened steps, and no others."""
+        self._steps = WhitenedSteps(damping)
+        self._chosen_for: tuple[str | None, set[str]] | None = None
+        """(output layer, names of the parameters that may take whitened steps) for which layers were chosen."""
+        given = [p for p in model.parameters() if p.requires_grad] if params is None else params
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "betas": betas,
+            "eps": eps,
+            "kfac": True,
+            "fused": False,
+        }
+        super().__init__(given, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of the model's parameters; those that do not train are left out."""
+        super().add_param_group(param_group)
+        group = self.param_groups.pop()
+        for p in group["params"]:
+            if id(p) not in self._names:
+                raise GramianError(
+                    f"params: one of shape {list(p.shape)} is not a parameter of the model; expected the model's own"
+                )
+        _check_options(group)
+        group["params"] = [p for p in group["params"] if p.requires_grad]
+        group["fused"] = all(p.is_cuda for p in group["params"])
+        self.param_groups.append(group)
+        self._chosen_for = None
+
+    def capture(self, **arguments: Any) -> KFACCapture | IdleCapture:
+        """The context around forward and backward of a step: `KFACNaturalGradient.capture` of the model, with its arguments.
+
+        It refreshes the factors every `update_freq` steps and does nothing in the others.
+        """
+        self._choose_layers()
+        return self.kfac.capture(self._model, **arguments)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step once along the gradients in `p.grad`; `closure`, if given, is called once before and must capture itself.
+
+        Raises a GramianError before the first capture. While there are no factors because the first refresh was dropped, no
+        parameter is changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self.kfac.steps:
+            raise GramianError("step: no capture has run yet; expected the backward inside optimizer.capture(...)")
+        if not self.kfac.refreshes:
+            curvature_record.log_no_step(self.kfac.dropped[-1]["reason"])
+            return loss
+        self._choose_layers()
+        blocks = self._blocks()
+        for group in self.param_groups:
+            live = {self._names[id(p)]: p for p in group["params"] if p.grad is not None}
+            whitened = {name: p for name, p in live.items() if group["kfac"] and name in blocks}
+            self._adamw(group, [p for name, p in live.items() if name not in whitened])
+        trained = {self._names[id(p)]: (p, group) for group in self.param_groups for p in group["params"]}
+        chosen = {n: b for n, b in blocks.items() if n in trained and trained[n][1]["kfac"]}
+        self._steps.update(chosen, {name: trained[name][0] for name in chosen})
+        for matrices in self._steps.groups:
+            live_places = [i for i, n in enumerate(matrices.names) if trained[n][0].grad is not None]
+            if live_places:
+                names = [matrices.names[i] for i in live_places]
+                averaged = [_matrix(chosen[n].spec, self._averaged(*trained[n])) for n in names]
+                directions = matrices.direction(torch.stack(averaged), live_places)
+                for name, direction in zip(names, directions, strict=True):
+                    self._move(*trained[name], _as_weight(chosen[name].spec, direction))
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state with the factors under "kfac". Collective if factors are sharded over processes."""
+        return {**super().state_dict(), "kfac": self.kfac.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned; a GramianError, and nothing changed, if the factors do not fit the model."""
+        if "kfac" not in state_dict:
+            raise GramianError('state_dict: has no "kfac"; expected the state of a gramian.optim.KFAC')
+        self.kfac.load_state_dict(state_dict["kfac"], self._model)
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "kfac"})
+
+    # ---- whose step is which -----------------------------------------------------------------------------------------
+
+    def _choose_layers(self) -> None:
+        """Restrict the curvature to weight matrices that take whitened steps: no embeddings, and not the output layer."""
+        state, root = self.kfac.state, unwrap(self._model)
+        trained = [p for group in self.param_groups if group["kfac"] for p in group["params"] if p.requires_grad]
+        wanted = {self._names[id(p)] for p in trained}
+        if self._chosen_for == (self.kfac.head, wanted):  # the model is not walked at every step
+            return
+        self._chosen_for = (self.kfac.head, wanted)
+        specs = {n: s for n, s in find_blocks(root, self.kfac.options).items() if s.parameters[0] in wanted}
+        hidden = {n: s for n, s in specs.items() if s.kind == "kronecker" and not s.tables}
+        if len(hidden) > 1:
+            hidden = {n: s for n, s in hidden.items() if self.kfac.head not in s.layers}
+        state.only = frozenset(s.parameters[0] for s in hidden.values())
+        state.blocks = {n: b for n, b in state.blocks.items() if n in hidden}
+
+    def _blocks(self) -> dict[str, Block]:
+        """{name of the weight: its block} of the layers with factors."""
+        return {block.spec.parameters[0]: block for block in self.kfac.kfac_factors.values()}
+
+    # ---- the two kinds of step ---------------------------------------------------------------------------------------
+
+    def _averaged(self, p: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
+        """N = βM + (1−β)g after M ← βM + (1−β)g, as a full tensor; M stays sharded as its parameter is."""
+        gradient, state = _like(p.grad, p), self.state[p]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        momentum = state["momentum_buffer"]
+        _local(momentum).lerp_(_local(gradient), 1 - group["momentum"])
+        averaged = _local(gradient).lerp(_local(momentum), group["momentum"])
+        if not isinstance(p, DTensor):
+            return averaged
+        whole = DTensor.from_local(
+            averaged, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
+        return whole.full_tensor()
+
+    def _move(self, p: nn.Parameter, group: Mapping[str, Any], direction: Tensor) -> None:
+        """W ← W − 4·lr·(0.2·U + decay·W) for a full tensor U with a root mean square of 1."""
+        rate = MATRIX_RATE * float(group["lr"])
+        if isinstance(p, DTensor):
+            replicated = [Replicate()] * p.device_mesh.ndim
+            whole = DTensor.from_local(direction.contiguous(), p.device_mesh, replicated, run_check=False)
+            direction = whole.redistribute(placements=p.placements).to_local()
+        weight = _local(p)
+        weight.mul_(1 - rate * group["weight_decay"]).add_(direction.to(weight.dtype), alpha=-RMS * rate)
+
+    def _adamw(self, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> None:
+        """AdamW's step of some parameters; those of fewer than two dimensions do not decay."""
+        for decay, some in (
+            (group["weight_decay"], [p for p in parameters if p.dim() >= 2]),
+            (0.0, [p for p in parameters if p.dim() < 2]),
+        ):
+            if not some:
+                continue
+            for p in some:
+                if "step" not in self.state[p]:
+                    where = p.device if group["fused"] else "cpu"
+                    self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=where)
+                    self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+            states = [self.state[p] for p in some]
+            adamw(
+                [_local(p) for p in some],
+                [_local(_like(p.grad, p)) for p in some],
+                [_local(state["exp_avg"]) for state in states],
+                [_local(state["exp_avg_sq"]) for state in states],
+                [],
+                [state["step"] for state in states],
+                foreach=not group["fused"],
+                fused=group["fused"],
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=float(group["lr"]),
+                weight_decay=decay,
+                eps=group["eps"],
+                maximize=False,
+            )
+
+
+def _check_options(group: Mapping[str, Any]) -> None:
+    """Raise a GramianError for the first option of a parameter group that is not allowed."""
+    for key in ("lr", "weight_decay", "eps"):
+        value = group[key]
+        check_number(key, value.item() if isinstance(value, Tensor) and value.numel() == 1 else value, "not negative")
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise GramianError(f"betas: expected two numbers, got {betas!r}")
+    for key, value in (("momentum", group["momentum"]), ("betas", betas[0]), ("betas", betas[1])):
+        check_number(key, value, "not negative")
+        if value >= 1:
+            raise GramianError(f"{key}: expected a number below 1, got {value!r}")
+    if not isinstance(group["kfac"], bool):
+        raise GramianError(f"kfac: expected True or False, got {group['kfac']!r}")
+
+
+def _storage(model: nn.Module) -> str:
+    """Dtype of factors: float32, so that they are not rounded at every refresh; float64 for a float64 model."""
+    return "fp64" if any(p.dtype == torch.float64 for p in model.parameters()) else "fp32"
+
+
+def _local(t: Tensor) -> Tensor:
+    """The part of a tensor that this process has."""
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def _like(gradient: Tensor | None, p: nn.Parameter) -> Tensor:
+    """A gradient, sharded as its parameter is."""
+    assert gradient is not None
+    if isinstance(gradient, DTensor) and isinstance(p, DTensor) and gradient.placements != p.placements:
+        return gradient.redistribute(placements=p.placements)
+    return gradient
+
+
+def _matrix(spec: Spec, weight: Tensor) -> Tensor:
+    """A weight, or its gradient, as a matrix [o, m]."""
+    return weight.mT if spec.layout == "in_out" else weight.flatten(1)
+
+
+def _as_weight(spec: Spec, matrix_OM: Tensor) -> Tensor:
+    """A matrix [o, m] in the shape of the weight."""
+    return matrix_OM.mT if spec.layout == "in_out" else matrix_OM.reshape(spec.shapes[0])
