@@ -61,9 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
     show(console, *_heading(config, needs, place, decision), _table(decision))
     if config.privacy is not None:
         show(console, *_private(needs, place))
-    curvature = None if config.kfac is None else _curvature(config, vocabulary, place, max(place.gpus, 1))
+    curvature = _curvature(config, vocabulary, place, max(place.gpus, 1)) if config.has_curvature else None
     if curvature is not None:
-        heading = f"[kfac] on top of that, for a refresh of {config.data.batch * config.data.length:,} tokens:"
+        heading = f"K-FAC on top of that, for a refresh of {config.data.batch * config.data.length:,} tokens:"
         show(console, "", heading, *curvature.grouped().splitlines(), "")
     if not decision.fits or decision.strategy is None:
         raise RunFailed(f"plan: {decision.why}")
@@ -75,9 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
     if curvature is not None:
         run_bytes, budget = decision.bytes_of(decision.strategy), Budget(decision.usable)
         total = curvature.total(place.device)
-        line = f"with [kfac]: {format_bytes(run_bytes)} + {format_bytes(total)} of {budget}"
+        line = f"with K-FAC: {format_bytes(run_bytes)} + {format_bytes(total)} of {budget}"
         if not budget.fits(run_bytes + total):
-            raise RunFailed(f"plan: {line}; would fit: kfac.memory_budget = {decision.usable - run_bytes}")
+            remedy = f"kfac.memory_budget = {decision.usable - run_bytes}"
+            raise RunFailed(f"plan: {line}; would fit: {'another optimizer' if config.kfac is None else remedy}")
         show(console, line)
     return 0
 
@@ -90,7 +91,7 @@ def _host(
     from gramian.train.build.snapshot_budget import available_memory, factor_bytes
 
     assert decision.strategy is not None
-    factors = 0 if config.kfac is None else factor_bytes(_curvature(config, vocabulary, place, 1))
+    factors = factor_bytes(_curvature(config, vocabulary, place, 1)) if config.has_curvature else 0
     sharded = decision.student == "fsdp2" and place.gpus > 1
     copy = copy_bytes(
         needs.shape.parameter_shapes,
@@ -207,12 +208,12 @@ def _private(needs: Needs, place: _Place) -> list[str]:
 
 
 def _curvature(config: Config, vocabulary: int, place: _Place, processes: int) -> CurvaturePlan:
-    """Plan the memory of the config's [kfac] section on each of `processes` processes."""
+    """Plan the memory of a run's curvature on each of `processes` processes."""
     import torch
 
     from gramian.models.huggingface import open_model_folder
     from gramian.train.build.build_model import build_model
-    from gramian.train.build.run_parts import build_kfac
+    from gramian.train.build.build_optimizer import build_curvature
     from gramian.train.loop.precision import Precision
 
     numbers = Precision(place.precision(config), place.device)
@@ -222,7 +223,9 @@ def _curvature(config: Config, vocabulary: int, place: _Place, processes: int) -
                 model = causal.from_config(shape)
         else:
             model = build_model(config, vocabulary)
-    return build_kfac(config).plan(
+    kfac = build_curvature(config, model)
+    assert kfac is not None
+    return kfac.plan(
         model.to(numbers.weights),
         tokens=config.data.batch * config.data.length,
         activations=numbers.activations,

@@ -67,7 +67,14 @@ class Options:
             if value is not None or name != "max_tokens":
                 check_count(name, value)
         check_seed(self.seed)
-        for name in ("use_eigenvalue_correction", "kfac_use_woodbury", "kfac_true_fisher_head", "strict", "ekfac", "one_sided"):
+        for name in (
+            "use_eigenvalue_correction",
+            "kfac_use_woodbury",
+            "kfac_true_fisher_head",
+            "strict",
+            "ekfac",
+            "one_sided",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise GramianError(f"{name}: expected True or False, got {getattr(self, name)!r}")
         for name, accepted in (

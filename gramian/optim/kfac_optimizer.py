@@ -17,6 +17,7 @@ from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.block_specs import Spec, find_blocks
 from gramian.curvature.blocks.consistency import check_number, unique_parameters
+from gramian.curvature.blocks.output_head import known_head
 from gramian.curvature.estimate.kfac_capture import IdleCapture, KFACCapture
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.persist import curvature_record
@@ -121,6 +122,7 @@ class KFAC(Optimizer):
             "fused": False,
         }
         super().__init__(given, defaults)
+        self._choose_layers()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the model's parameters; those that do not train are left out."""
@@ -146,7 +148,7 @@ class KFAC(Optimizer):
         return self.kfac.capture(self._model, **arguments)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step once along the gradients in `p.grad`; `closure`, if given, is called once before and must capture itself.
 
         Raises a GramianError before the first capture. While there are no factors because the first refresh was dropped, no
@@ -201,10 +203,11 @@ class KFAC(Optimizer):
         if self._chosen_for == (self.kfac.head, wanted):  # the model is not walked at every step
             return
         self._chosen_for = (self.kfac.head, wanted)
+        head = self.kfac.head or known_head(root, None)
         specs = {n: s for n, s in find_blocks(root, self.kfac.options).items() if s.parameters[0] in wanted}
         hidden = {n: s for n, s in specs.items() if s.kind == "kronecker" and not s.tables}
         if len(hidden) > 1:
-            hidden = {n: s for n, s in hidden.items() if self.kfac.head not in s.layers}
+            hidden = {n: s for n, s in hidden.items() if head not in s.layers}
         state.only = frozenset(s.parameters[0] for s in hidden.values())
         state.blocks = {n: b for n, b in state.blocks.items() if n in hidden}
 

@@ -5,8 +5,8 @@ For a layer with weight W [o, m], K-FAC factors A and G and averaged gradient N,
     U = P_G · orth(P_G N P_A) · P_A,    P_A = (A/ā + δI)^(−1/4),    P_G = (G/ḡ + δI)^(−1/4),
 
 ā and ḡ the mean eigenvalues. In the coordinates W' = P_G⁻¹ W P_A⁻¹, whose Fisher is the square root of K-FAC's, this is
-steepest descent in the spectral norm. A factor that is stored as its diagonal has a diagonal P. U is scaled to a given root mean
-square, so the size of a step depends on the learning rate alone.
+steepest descent in the spectral norm. A factor that is stored as its diagonal has a diagonal P. U is scaled to a root mean
+square of 1, so the size of a step depends on the learning rate alone.
 """
 
 from collections.abc import Mapping, Sequence

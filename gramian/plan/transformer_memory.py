@@ -6,7 +6,7 @@ computed one (bf16 and fp16: 2, else w):
 | part | bytes |
 |---|---|
 | weights, gradients | P·w each |
-| optimizer | AdamW 2·P·w; SGD P·w with momentum, else 0 |
+| optimizer | AdamW and at most K-FAC 2·P·w; SGD P·w with momentum, else 0 |
 | casts | autocast's copies of matrices, kept from their forward to their backward: e per element |
 
 What a micro-batch of B windows (sequences) of T tokens stores for the backward, per token; D width, A width of all queries, K
@@ -130,8 +130,8 @@ def gpt(
 
 
 def optimizer_states(optimizer: str, momentum: float) -> int:
-    """Numbers that an optimizer stores per parameter: 2 for AdamW, 1 for SGD with momentum, else 0."""
-    return 2 if optimizer == "adamw" else int(momentum > 0)
+    """Numbers that an optimizer stores per parameter: 2 for AdamW, at most 2 for K-FAC, 1 for SGD with momentum, else 0."""
+    return 2 if optimizer in ("adamw", "kfac") else int(momentum > 0)
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Needs:
     """Largest number of windows of one backward pass on a process; 0: all windows of the process."""
     checkpoint_blocks: int = 0
     """Number of transformer blocks of a segment whose activations are recomputed; 0: activations are stored."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "sgd", "kfac"] = "adamw"
     momentum: bool = False
     """True for SGD with momentum."""
     isolated: bool = False

@@ -99,18 +99,20 @@ def _memory(run: RunData, config: Config) -> Mapping[str, Any] | None:
 
 
 def _curvature(run: RunData, config: Config) -> Mapping[str, Any] | None:
-    if config.kfac is None or config.model.kind == "huggingface":
+    if not config.has_curvature or config.model.kind == "huggingface":
         return None
     import torch
 
     from gramian.train.build.build_model import build_model
-    from gramian.train.build.run_parts import build_kfac
+    from gramian.train.build.build_optimizer import build_curvature
     from gramian.train.loop.precision import Precision
 
     numbers = Precision(run.record["precision"], _device(run))
     with torch.device("meta"):
         model = build_model(config, int(run.record["vocabulary"]))
-    plan = build_kfac(config).plan(
+    kfac = build_curvature(config, model)
+    assert kfac is not None
+    plan = kfac.plan(
         model.to(numbers.weights),
         tokens=config.data.batch * config.data.length,
         activations=numbers.activations,

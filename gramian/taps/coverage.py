@@ -11,8 +11,9 @@ from gramian.plan.plan_table import PlanTable
 class Cover:
     """Whether and how a capture computed the per-sample gradients of one parameter."""
 
-    status: Literal["covered", "frozen", "unused"]
-    """Covered: its gradients were captured; frozen: it requires none; unused: it does, but none came through its layer."""
+    status: Literal["covered", "frozen", "unused", "left out"]
+    """Covered: its gradients were captured; frozen: it requires none; unused: it does, but none came through its layer; left
+    out: they were not asked for."""
     kind: str
     """Kind of the layer, or layers, that use the parameter."""
     algorithm: str = ""
@@ -46,6 +47,7 @@ class Coverage(Mapping[str, Cover]):
         return str(PlanTable(("parameter", "status", "layer", "algorithm", "uses"), rows))
 
     def __repr__(self) -> str:
-        """Number of covered, frozen and unused parameters, as text."""
+        """Number of covered, frozen, unused and left-out parameters, as text."""
         states = [cover.status for cover in self._covers.values()]
-        return f"Coverage({', '.join(f'{states.count(s)} {s}' for s in ('covered', 'frozen', 'unused'))})"
+        shown = ("covered", "frozen", "unused", *(["left out"] if "left out" in states else []))
+        return f"Coverage({', '.join(f'{states.count(s)} {s}' for s in shown)})"

@@ -40,6 +40,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "tokens": {"data": {"source": "tokens", "files": ["w/ids.npy"]}},
     "embedded": {"data": {"source": "embedded", "files": [], "limit_bytes": 100_000}},
     "kfac": {"kfac": {"update_freq": 1}},
+    "optimizer": {"optimizer": {"kind": "kfac"}},
     "private": {"privacy": {"noise_multiplier": 1.0, "accountant": "rdp", "proof": "off"}},
     "private kfac": {
         "privacy": {"noise_multiplier": 1.0, "accountant": "rdp", "proof": "off"},
@@ -160,7 +161,7 @@ def _curvature(draw: random.Random) -> Draft:
             "--damping": ["0.1"], "--samples": ["100"], "--ekfac": [], "--methods": []}  # fmt: skip
     for name in draw.sample(sorted(more), 2):
         options[name] = more[name]
-    return Draft("curvature", _tables(draw, "plain", "goose", "kfac"), [CONFIG], options)
+    return Draft("curvature", _tables(draw, "plain", "goose", "kfac", "optimizer"), [CONFIG], options)
 
 
 def _plan(draw: random.Random) -> Draft:
@@ -191,7 +192,7 @@ DRAFTS: dict[str, Callable[[random.Random], Draft]] = {
     "init": _init,
     "train": _with_config("train"),
     "cache": _cache,
-    "doctor": _with_config("doctor", "plain", "goose", "kfac", "taught"),
+    "doctor": _with_config("doctor", "plain", "goose", "kfac", "optimizer", "taught"),
     "eval": _eval,
     "export": lambda draw: Draft("export", None, ["w/run", "new/out"], draw.choice([{}, {"--dtype": ["bf16"]}])),
     "report": lambda draw: Draft("report", None, ["w/run"] * draw.randint(1, 2), {"--out": ["new.html"]}),

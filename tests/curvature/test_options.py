@@ -59,6 +59,7 @@ WRONG: dict[str, list[Any]] = {
     "max_condition_number": [1, 1.0, 0, -5.0, NAN, True, "1e6", None],
     "use_eigenvalue_correction": [1, 0, None, "yes"],
     "ekfac": [1, 0, None, "yes"],
+    "one_sided": [1, 0, None, "A"],
     "update_freq": [0, -1, 1.0, True, NAN, None, "10"],
     "ema_decay": [1, 1.0, 1.5, -0.1, NAN, True, None, "0.9"],
     "min_layer_size": [0, -1, 2.0, True, None],
@@ -592,6 +593,19 @@ def test_ekfac_has_eigenvalues_of_its_own() -> None:
     found = [refresh(make(ekfac=on, damping_mode="joint"), net(), batch) for on in (False, True)]
     plain, corrected = (kfac.compute_fisher_vector_product(vector)["fc.weight"] for kfac in found)
     assert not torch.allclose(plain, corrected, rtol=1e-2)
+
+
+@shows("one_sided")
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("shape", [FEW, MANY])
+def test_the_wider_side_is_its_diagonal(shape: tuple[int, int], exact: bool) -> None:
+    """Of "fc" and "head" that is G; sides of equal width stay as they are."""
+    model, given = net(dtype=torch.float64), {"kfac_use_woodbury": False, "kfac_true_fisher_head": exact}
+    whole, one = (refresh(make(one_sided=one, **given), model, words(shape)) for one in (False, True))
+    for layer in ("q", "k", "v", "fc", "head"):
+        (A, G), (same, diagonal) = sides(whole, layer), sides(one, layer)
+        assert_near(same, A, 1e-12)
+        assert_near(diagonal, torch.diag(G.diagonal()) if layer in ("fc", "head") else G, 1e-12)
 
 
 def test_no_option_is_without_a_test_that_shows_what_it_does() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -182,3 +182,20 @@ def preconditioned(case: Case, model: nn.Module, rows: list[int], reduce: str, s
 
 def _full(p: Tensor) -> Tensor:
     return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+
+
+def optimized(case: Case, model: nn.Module, rows: list[int], samples: int = 5, steps: int = 20) -> dict[str, Tensor]:
+    """The parameters after steps of `gramian.optim.KFAC` on some rows of the samples, of which a process may have none."""
+    optimizer = gramian.optim.KFAC(model, lr=1e-2, update_freq=4, ema_decay=0.5, max_tokens=None)
+    world = dist.get_world_size() if isinstance(model, DistributedDataParallel | FSDPModule) else 1
+    for step in range(steps):
+        inputs, targets = case.data(samples)
+        inputs = (inputs + step) % 11 if not inputs.is_floating_point() else inputs + 0.1 * step
+        optimizer.zero_grad()
+        coefficient = world / targets.numel()  # gradients are averaged over processes
+        told = {"num_terms": float(targets[rows].numel()), "sample_ids": torch.tensor(rows, dtype=torch.long)}
+        with optimizer.capture(loss_reduction=coefficient, **told):
+            logits = model(inputs[rows]).flatten(0, -2)
+            (F.cross_entropy(logits, targets[rows].flatten(), reduction="sum") * coefficient).backward()
+        optimizer.step()
+    return {name.removeprefix("module."): _full(p) for name, p in model.named_parameters()}

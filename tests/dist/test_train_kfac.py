@@ -147,6 +147,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dense": {"kfac": {"kfac_distributed_reduce": "dense"}, "model": {"tied": True}},
     "gram, joint, all tokens": {"kfac": {"damping_mode": "joint", "kfac_true_fisher_head": True}},
     "gram, budget": {"kfac": {"memory_budget": "400KB"}},
+    "gram, the optimizer kfac": {
+        "optimizer": {"kind": "kfac", "lr": 1e-3, "momentum": None},
+        "kfac": {"kl_clip": None, "max_tokens": 24},
+    },
     "gram, AdamW, clipped": {"optimizer": {"kind": "adamw", "lr": 1e-3, "max_norm": 0.1}},
 }
 WORLDS = [(2, "ddp"), (2, "fsdp2"), (3, "ddp"), (3, "fsdp2")]

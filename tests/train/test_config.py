@@ -80,7 +80,7 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ("optimizer.lr=inf", "optimizer.lr: expected a finite number, got inf"),
         ("run.steps=1.5", "run.steps: expected int, got 1.5"),
         ("eval.every=x", "eval.every: expected an integer or 'auto', got 'x'"),
-        ("optimizer.kind=lion", "optimizer.kind: expected one of 'adamw', 'sgd', got 'lion'"),
+        ("optimizer.kind=lion", "optimizer.kind: expected one of 'adamw', 'sgd', 'kfac', got 'lion'"),
         ("optimizer.betas=[0.9]", "optimizer.betas: expected array of length 2"),
         ("optimizer.betas=[0.9,1.5]", "expected float < 1.0"),
         ("eval.every=often", "eval.every: expected"),
@@ -198,3 +198,25 @@ def test_an_option_without_a_key_says_why_and_one_without_its_section_says_which
             parse_config({section: {name: 1}})
     assert override_of("lr") == "optimizer.lr=…" and override_of("nothing") == ""
     assert override_of("every") == "checkpoint.every=… or eval.every=…"
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("teacher.path=x", 'optimizer.kind: "kfac" cannot see a teacher\'s loss; expected "adamw" or "sgd"'),
+        (
+            "privacy.noise_multiplier=1",
+            'optimizer.kind: "kfac" takes its curvature from private data; expected "adamw"',
+        ),
+        (
+            "kfac.kl_clip=1e-3",
+            "kfac.kl_clip: is for natural gradients of another optimizer; expected update_freq, damping",
+        ),
+        ("kfac.memory_budget=8GB", "kfac.memory_budget: is for natural gradients of another optimizer"),
+    ],
+)
+def test_what_the_optimizer_kfac_does_not_take_is_named(tmp_path: Path, override: str, message: str) -> None:
+    path = written(tmp_path, "")
+    with pytest.raises(GramianError, match=message):
+        load_config(path, ["optimizer.kind=kfac", override])
+    assert load_config(path, ["optimizer.kind=kfac", "kfac.update_freq=5", "kfac.damping=0.3"]).has_curvature

@@ -607,6 +607,8 @@ def test_the_row_proof_passes_on_the_first_batch_or_is_said_not_to_run(
 
 def test_curvature_covers_every_parameter_or_names_it(windows: Windows) -> None:
     assert curvature_coverage(subject_of(windows, kfac={}))[0].ok
+    (check,) = curvature_coverage(subject_of(windows, optimizer={"kind": "kfac"}))
+    assert check.ok and check.measured.startswith("0 of ")
 
     def unused(model: GPT) -> None:
         model.spare = nn.Linear(4, 4)
@@ -636,6 +638,11 @@ def test_natural_steps_learn_by_heart_where_plain_ones_do_not(windows: Windows) 
     told = {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}, "doctor": {"overfit_steps": 25}}
     (plain,), (natural,) = overfit(subject_of(windows, **told)), overfit(subject_of(windows, **told, kfac={}))
     assert natural.ok and not plain.ok
+
+
+def test_the_optimizer_kfac_learns_by_heart(windows: Windows) -> None:
+    (check,) = overfit(subject_of(windows, optimizer={"kind": "kfac", "lr": 4e-3}, doctor={"overfit_steps": 60}))
+    assert check.ok, check.measured
 
 
 def test_what_a_section_refuses_is_a_failed_check_with_its_words() -> None:

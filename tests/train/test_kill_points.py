@@ -30,6 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "half precision": {"precision": {"kind": "fp16"}},
     "private": {"privacy": PRIVATE},
     "natural": {"kfac": {"update_freq": 4}},
+    "optimizer K-FAC": {"optimizer": {"kind": "kfac"}, "kfac": {"update_freq": 4}},
 }
 
 

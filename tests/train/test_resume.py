@@ -27,6 +27,12 @@ RUNS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "K-FAC": (1, {"kfac": {"update_freq": 4}}),
     "K-FAC, two processes": (2, {"kfac": {"update_freq": 3, "ema_decay": 0.5}, **SHORT}),
     "K-FAC, sharded, two processes": (2, {"kfac": {"update_freq": 3}, "parallel": {"strategy": "fsdp2"}, **SHORT}),
+    "optimizer K-FAC": (1, {"optimizer": {"kind": "kfac"}, "kfac": {"update_freq": 4, "max_tokens": 24}}),
+    "optimizer K-FAC, two processes": (2, {"optimizer": {"kind": "kfac"}, "kfac": {"update_freq": 3}, **SHORT}),
+    "optimizer K-FAC, sharded, two processes": (
+        2,
+        {"optimizer": {"kind": "kfac"}, "kfac": {"update_freq": 3}, "parallel": {"strategy": "fsdp2"}, **SHORT},
+    ),
     "private, with curvature of public data": (
         1,
         {
@@ -44,7 +50,7 @@ RUNS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
 }
 
 
-SAMPLED = ("private",)
+SAMPLED = ("private", "optimizer K-FAC")
 
 
 @pytest.mark.parametrize("kind", RUNS if FULL else SAMPLED)

@@ -36,8 +36,9 @@ def plan_curvature(
 ) -> CurvaturePlan:
     """Plan the memory of K-FAC from shapes alone; `KFACNaturalGradient.plan` documents the arguments.
 
-    `model` has no wrapper. `only`: names of parameters, None for all. `head` None: the last linear layer; `exact_head`: its G is the exact Fisher of the softmax. A
-    GramianError is raised if EK-FAC is on and neither tokens nor inputs are given.
+    `model` has no wrapper. `head` None: the last linear layer; `exact_head`: its G is the exact Fisher of the softmax; `only`:
+    names of the parameters whose blocks are planned, None: all. A GramianError is raised if EK-FAC is on and neither tokens nor
+    inputs are given.
     """
     check_count("world_size", world_size)
     if options.ekfac and tokens is None and inputs is None:

@@ -68,7 +68,9 @@ def coverage(state: CurvatureState) -> Coverage:
     covers: dict[str, Cover] = {}
     for name, p in unique_parameters(state.model):
         spec = specs.get(name)
-        if spec is None:
+        if spec is None and p.requires_grad and state.only is not None:
+            covers[name] = Cover("left out", "")
+        elif spec is None:
             covers[name] = Cover("frozen" if not p.requires_grad else "unused", "")
         elif spec.name in state.blocks:
             why = f" ({spec.why})" if spec.why else ""

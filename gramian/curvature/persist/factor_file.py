@@ -283,7 +283,8 @@ def _factor(number: str, parts: Mapping[str, Any], device: torch.device | None, 
     kind = parts.get("kind")
     if kind == "diagonal":
         return Diagonal(tensors["values"])
-    stored = Stored(tensors["body"], tensors.get("left"), tensors.get("right"), tensors["error"])
+    rounded = bool(parts["error"] != 0)
+    stored = Stored(tensors["body"], tensors.get("left"), tensors.get("right"), tensors["error"], rounded=rounded)
     if kind == "dense":
         return Dense(stored)
     if exchange is None:

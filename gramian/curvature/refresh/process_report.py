@@ -106,14 +106,16 @@ def _side_report(moment: TokenMoment, weight: float, group: int) -> RankReport:
 
 def _input_groups(kronecker: Mapping[str, BlockSums]) -> dict[str, int]:
     """{block: position of the first block whose inputs are the same tensors}."""
-    firsts: list[tuple[int, TokenMoment]] = []
+    firsts: dict[int, list[tuple[int, TokenMoment]]] = {}
     found: dict[str, int] = {}
     for number, (name, block) in enumerate(kronecker.items()):
         if block.inputs is not None:
             inputs = block.inputs
-            found[name] = next((i for i, moment in firsts if same_sums(inputs, moment)), number)
+            tensor = inputs.matrix if inputs.matrix is not None or not inputs.chunks else inputs.chunks[0].rows_TN
+            alike = firsts.setdefault(0 if tensor is None else tensor.data_ptr(), [])  # equal sums have equal addresses
+            found[name] = next((i for i, moment in alike if same_sums(inputs, moment)), number)
             if found[name] == number:
-                firsts.append((number, inputs))
+                alike.append((number, inputs))
     return found
 
 

@@ -193,7 +193,7 @@ def _plain(
         body = torch.empty(source.shape, dtype=dtype, device=source.device)
         for columns in pieces(source.shape[1], source.shape[0]):
             body[:, columns] = source.piece(columns)
-    return Stored(body, None, None, torch.zeros((), device=body.device), rounded=False)
+    return Stored(body, None, None, torch.zeros((), dtype=torch.float64, device=body.device), rounded=False)
 
 
 def _rounded(

@@ -9,18 +9,18 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from gramian.curvature import KFACNaturalGradient
 from gramian.data import Batches, StepBatch, Windows, load_windows
 from gramian.distill.cache.reader import Cache
 from gramian.distill.teaching import Teaching
 from gramian.models.goose import Goose
 from gramian.models.gpt import GPT
+from gramian.optim.kfac_optimizer import KFAC
 from gramian.optim.precondition import KL_CLIP, precondition
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.parallel.wrap_data_parallel import wrap_data_parallel
 from gramian.plan.host_memory import HostPlan
 from gramian.train.build.build_model import build_model, set_recomputation
-from gramian.train.build.build_optimizer import build_optimizer
+from gramian.train.build.build_optimizer import build_curvature, build_optimizer
 from gramian.train.build.snapshot_budget import plan_snapshots
 from gramian.train.config.config import Config
 from gramian.train.loop.distilling_stepper import DistillingStepper
@@ -94,7 +94,7 @@ def build(config: Config, grid: ProcessGrid) -> Parts:
     numbers = resolve_precision(config.precision, grid.device)
     training, validation = load_windows(config.data)
     model = build_model(config, training.vocabulary).to(device=grid.device, dtype=numbers.weights)
-    host = plan_snapshots(config, grid, numbers, model, None if config.kfac is None else build_kfac(config))
+    host = plan_snapshots(config, grid, numbers, model, build_curvature(config, model))
     set_recomputation(model, config.parallel.checkpoint_blocks)
     if config.compile.mode != "off":
         compile_model(model, config.compile.mode, hidden=config.teacher is not None)
@@ -103,7 +103,7 @@ def build(config: Config, grid: ProcessGrid) -> Parts:
     if config.kfac is not None and config.privacy is not None:  # without DDP: gradients of the copy are not reduced
         public = wrap_data_parallel(copy.deepcopy(objective), grid, ddp=False)
     module = wrap_data_parallel(objective, grid)
-    optimizer = build_optimizer(module, config.optimizer, grid.device)
+    optimizer = build_optimizer(module, config.optimizer, grid.device, config.kfac, config.run.seed)
     stepper = build_stepper(config, grid, numbers, training, module, optimizer, teaching, public)
     data, batches = config.data, None
     if config.privacy is None:
@@ -163,7 +163,7 @@ def build_stepper(
     `module` is model and loss, distributed over processes. `public` is a copy of it that estimates curvature on public data,
     for a run with both [kfac] and [privacy]; else None.
     """
-    kfac = None if config.kfac is None else build_kfac(config)
+    kfac = optimizer.kfac if isinstance(optimizer, KFAC) else build_curvature(config, module)
     options: dict[str, Any] = {"max_norm": config.optimizer.max_norm, "seed": config.run.seed, "kfac": kfac}
     stepper: Stepper
     if config.privacy is not None:
@@ -175,24 +175,8 @@ def build_stepper(
         stepper = DistillingStepper(module, optimizer, numbers, grid, teaching=teaching, **options)
     else:
         stepper = PlainStepper(module, optimizer, numbers, grid, **options)
-    if config.kfac is not None and kfac is not None:  # after the private engine's hook: its gradients have their noise
+    if (
+        config.kfac is not None and kfac is not None and not isinstance(optimizer, KFAC)
+    ):  # after the private engine's hook: its gradients have their noise
         precondition(optimizer, module, kfac, kl_clip=config.kfac.kl_clip or KL_CLIP)
     return stepper
-
-
-def build_kfac(config: Config) -> KFACNaturalGradient:
-    """Build the K-FAC preconditioner that section [kfac] describes; options that are None have the library's defaults."""
-    assert config.kfac is not None
-    given: dict[str, Any] = {
-        name: value
-        for name in ("damping", "ema_decay", "kfac_policy", "max_tokens", "memory_budget")
-        if (value := getattr(config.kfac, name)) is not None
-    }
-    return KFACNaturalGradient(
-        update_freq=config.kfac.update_freq,
-        damping_mode=config.kfac.damping_mode,
-        kfac_true_fisher_head=config.kfac.kfac_true_fisher_head,
-        kfac_distributed_reduce=config.kfac.kfac_distributed_reduce,
-        seed=config.run.seed,
-        **given,
-    )

@@ -76,8 +76,15 @@ class Config:
             config_checks.check_privacy(self.privacy, self.data, self.run)
         if self.kfac is not None:
             config_checks.check_kfac(self.kfac, self.privacy)
+        if self.optimizer.kind == "kfac":
+            config_checks.check_kfac_optimizer(self.kfac, self.privacy, self.teacher)
         if self.teacher is not None:
             config_checks.check_teacher(self.teacher, self.kfac, self.privacy)
+
+    @property
+    def has_curvature(self) -> bool:
+        """Whether the run estimates curvature: for natural gradients ([kfac]) or inside the optimizer "kfac"."""
+        return self.kfac is not None or self.optimizer.kind == "kfac"
 
     @property
     def hash(self) -> str:

@@ -16,6 +16,9 @@ from gramian.data.tokenizer import holds_tokenizer
 from gramian.taps.proof.row_proof import check_proof
 from gramian.train.config import config_sections as sections
 
+KFAC_OPTIMIZER = ("update_freq", "damping", "ema_decay", "max_tokens")
+"""Keys of [kfac] that the optimizer "kfac" has."""
+
 
 def check_values(section: str, options: Any) -> None:
     """Raise for numbers of a section that are not finite, and for text that cannot be written to a file or used as a path."""
@@ -77,6 +80,26 @@ def check_kfac(kfac: sections.KFACSection, privacy: sections.PrivacySection | No
         raise GramianError(
             "kfac.public_files: curvature of private data is outside the accountant; expected files of public data"
         )
+
+
+def check_kfac_optimizer(
+    kfac: sections.KFACSection | None,
+    privacy: sections.PrivacySection | None,
+    teacher: sections.TeacherSection | None,
+) -> None:
+    """Raise for what does not go with the optimizer "kfac": [privacy], [teacher], options of natural gradients in [kfac]."""
+    for section, options in (("privacy", privacy), ("teacher", teacher)):
+        if options is not None:
+            why = "takes its curvature from private data" if section == "privacy" else "cannot see a teacher's loss"
+            raise GramianError(f'optimizer.kind: "kfac" {why}; expected "adamw" or "sgd" with [{section}]')
+    if kfac is None:
+        return
+    for field in dataclasses.fields(kfac):
+        if field.name not in KFAC_OPTIMIZER and getattr(kfac, field.name) != field.default:
+            raise GramianError(
+                f"kfac.{field.name}: is for natural gradients of another optimizer; "
+                f'expected {", ".join(KFAC_OPTIMIZER)} alone with optimizer.kind = "kfac"'
+            )
 
 
 def check_privacy(privacy: sections.PrivacySection, data: DataSection, run: sections.RunSection) -> None:

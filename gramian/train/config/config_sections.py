@@ -65,16 +65,16 @@ class ModelSection:
 class OptimizerSection:
     """Optimizer and its hyperparameters."""
 
-    kind: Literal["adamw", "sgd"] = "adamw"
-    """Optimizer algorithm."""
+    kind: Literal["adamw", "sgd", "kfac"] = "adamw"
+    """Optimizer algorithm; "kfac": `gramian.optim.KFAC`, whose own options are in [kfac]."""
     lr: Positive = 1e-3
     """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """Decay rates of AdamW's first and second moments."""
+    """Decay rates of the first and second moments of AdamW, also of the parameters that K-FAC leaves to it."""
     eps: Positive = 1e-8
     """Constant that AdamW adds to the denominator."""
-    momentum: Fraction = 0.0
-    """Momentum of SGD."""
+    momentum: Fraction | None = None
+    """Momentum of SGD (none: 0) or of K-FAC's weight matrices (none: 0.9)."""
     weight_decay: NonNegative = 0.1
     """Weight decay of matrices; biases and norm weights do not decay."""
     max_norm: NonNegative = 1.0
@@ -181,12 +181,12 @@ class EvalSection:
 
 @dataclass(frozen=True)
 class KFACSection:
-    """Natural gradients: options of `KFACNaturalGradient` and of the preconditioned step."""
+    """Natural gradients: options of `KFACNaturalGradient` and of the preconditioned step, or of the optimizer "kfac"."""
 
-    update_freq: Count = 10
-    """Steps between updates of the K-FAC factors."""
+    update_freq: Count | None = None
+    """Steps between updates of the K-FAC factors; none: 10, and 20 for the optimizer "kfac"."""
     damping: Positive | None = None
-    """Damping added to the curvature; none: the default of the library."""
+    """Damping added to the curvature, for the optimizer "kfac" relative to its mean; none: the default of the library."""
     ema_decay: Fraction | None = None
     """Decay rate of the moving average of the factors; none: the default of the library."""
     damping_mode: Literal["pi", "factored", "joint"] = "pi"

@@ -67,7 +67,7 @@ ON_TRIAL_MODEL = (  # in this order: with initial weights, then after the steps 
 )
 ON_NEW_MODELS = (
     CheckStage("teacher", teacher, lambda config: config.teacher is not None),
-    CheckStage("curvature", curvature_coverage, lambda config: config.kfac is not None),
+    CheckStage("curvature", curvature_coverage, lambda config: config.has_curvature),
     CheckStage("private windows", private_windows, lambda config: config.privacy is not None),
     CheckStage("overfit", overfit),
 )

@@ -5,6 +5,7 @@ with N known before the first backward. DDP and FSDP2 average over processes, so
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from gramian.curvature import KFACNaturalGradient
 from gramian.data import StepBatch
+from gramian.optim.kfac_optimizer import KFAC
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.parallel.wrap_data_parallel import gradient_sync
 from gramian.privacy.clipping.step_timing import Stopwatch
@@ -29,7 +31,7 @@ class PlainStepper(Stepper):
         module, optimizer, numbers, grid: model and loss, optimizer, precision and process grid of the run, as in `Stepper`.
         max_norm: longer gradients are scaled down to this norm; 0 scales none.
         seed: seed of dropout.
-        kfac: preconditioner of the optimizer, which captures the backward of every step; None: plain gradients.
+        kfac: curvature of the optimizer, its preconditioner or inside it, from the backward of a step; None: plain gradients.
 
     Example:
         >>> stepper = PlainStepper(module, optimizer, numbers, grid, max_norm=1.0, seed=0)  # doctest: +SKIP
@@ -107,8 +109,10 @@ class PlainStepper(Stepper):
         """Context manager that captures this process's gradients for K-FAC before they are averaged; empty without K-FAC."""
         if self.kfac is None:
             return nullcontext()
-        return self.kfac.capture(
-            self.module,
+        capture = (
+            self.optimizer.capture if isinstance(self.optimizer, KFAC) else partial(self.kfac.capture, self.module)
+        )
+        return capture(
             loss_reduction=coefficient,
             loss_scale=1.0 if self.scaler is None else self.scaler,
             **terms_and_ids(batch, 0),

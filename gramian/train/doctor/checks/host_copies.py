@@ -5,7 +5,7 @@ import torch
 from gramian.core.byte_amounts import format_bytes
 from gramian.core.errors import GramianError
 from gramian.parallel.process_grid import ProcessGrid
-from gramian.train.build.run_parts import build_kfac
+from gramian.train.build.build_optimizer import build_curvature
 from gramian.train.build.snapshot_budget import plan_snapshots
 from gramian.train.doctor.check import Check
 from gramian.train.doctor.examined_run import ExaminedRun
@@ -13,7 +13,7 @@ from gramian.train.doctor.examined_run import ExaminedRun
 
 def host_copies(run: ExaminedRun) -> list[Check]:
     """Check whether the snapshots (copies of the training state) of a run of one process fit into this host's memory."""
-    kfac = None if run.config.kfac is None else build_kfac(run.config)
+    kfac = build_curvature(run.config, run.trial_model)
     grid = ProcessGrid(0, 1, torch.device(run.numbers.device))
     try:
         plan = plan_snapshots(run.config, grid, run.numbers, run.trial_model, kfac)

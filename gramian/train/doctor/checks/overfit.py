@@ -9,7 +9,7 @@ from gramian.train.loop.deferred_metrics import DeferredMetrics, StepAttempt
 
 ENOUGH = 0.1
 """Loss, in nats per token, below which the windows are overfitted."""
-RATES = {"adamw": (1e-3, 3e-3, 3e-4), "sgd": (0.1, 0.2)}
+RATES = {"adamw": (1e-3, 3e-3, 3e-4), "sgd": (0.1, 0.2), "kfac": (2e-3, 1e-3, 4e-3)}
 """Learning rates to try after the config's own, which may be for fine-tuning or for large batches. Widths of 64 to 512 overfit
 at 1e-3, narrower ones at 3e-3, wider ones at 3e-4; those of SGD are for momentum 0.9."""
 EARLY, FALLEN = 1 / 3, 0.4

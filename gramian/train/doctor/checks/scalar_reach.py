@@ -25,7 +25,7 @@ def scalar_reach(run: ExaminedRun) -> list[Check]:
     measured = f"{len(scalars) or 'none'}; Σ lr = {total:.3g}"
     if not scalars:
         return [Check("scalars", measured, "-", True, "", total)]
-    if config.optimizer.kind != "adamw" or config.kfac is not None:
+    if config.optimizer.kind == "sgd" or (config.kfac is not None and config.optimizer.kind != "kfac"):
         details = tuple(f"{name} = {value:g}: moves by lr times its gradient" for name, value in scalars.items())
         hint = "how far they move depends on their gradients: watch them"
         return [Check("scalars", measured, "-", True, hint, total, details)]

@@ -1,0 +1,32 @@
+"""`gramian.optim.KFAC` on two and three processes is one optimizer: DDP and FSDP2, uneven and empty ranks, 20 steps."""
+
+import pytest
+
+from tests.curvature.splits import CASES, assert_equal
+from tests.dist import kfac_bodies as bodies
+from tests.kit.processes import distributed
+
+pytestmark = [pytest.mark.oracle, pytest.mark.xdist_group("processes")]
+
+TWO = {"uneven": [[0, 2, 4], [1, 3]], "empty": [[3, 0, 1, 4, 2], []]}
+THREE = [[3, 1], [], [0, 4, 2]]
+
+
+@pytest.mark.parametrize("split", TWO)
+@pytest.mark.parametrize("case", ["many words", "pictures", "reused"])
+@pytest.mark.parametrize("way", ["ddp", "fsdp2", "fsdp2 root"])
+@distributed(world_size=2)
+def test_twenty_steps_of_two_processes_are_those_of_one(rank: int, way: str, case: str, split: str) -> None:
+    one = CASES[case]
+    expected = bodies.optimized(one, one.model(), [0, 1, 2, 3, 4])
+    found = bodies.optimized(one, bodies.wrapped(way, one.model()), TWO[split][rank])
+    assert_equal(found, expected, 1e-10)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+@distributed(world_size=3)
+def test_twenty_steps_of_three_processes_are_those_of_one(rank: int, way: str) -> None:
+    one = CASES["many words"]
+    expected = bodies.optimized(one, one.model(), [0, 1, 2, 3, 4])
+    found = bodies.optimized(one, bodies.wrapped(way, one.model()), THREE[rank])
+    assert_equal(found, expected, 1e-10)
