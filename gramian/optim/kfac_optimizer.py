@@ -4,7 +4,7 @@ The recipe is the best of those that were searched in `benchmarks/optimizer_reci
 what each part contributes, and where it stands beside AdamW and Muon.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,14 +14,13 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from gramian.core.errors import GramianError
-from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.block_specs import Spec, find_blocks
 from gramian.curvature.blocks.consistency import check_number, unique_parameters
 from gramian.curvature.blocks.output_head import known_head
 from gramian.curvature.estimate.kfac_capture import IdleCapture, KFACCapture
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.persist import curvature_record
-from gramian.optim.whitened_steps import WhitenedSteps
+from gramian.optim.whitened_steps import MatrixGroup, WhitenedSteps
 from gramian.taps.model.user_names import unwrap
 
 MATRIX_RATE = 4.0
@@ -164,22 +163,23 @@ class KFAC(Optimizer):
             curvature_record.log_no_step(self.kfac.dropped[-1]["reason"])
             return loss
         self._choose_layers()
-        blocks = self._blocks()
-        for group in self.param_groups:
-            live = {self._names[id(p)]: p for p in group["params"] if p.grad is not None}
-            whitened = {name: p for name, p in live.items() if group["kfac"] and name in blocks}
-            self._adamw(group, [p for name, p in live.items() if name not in whitened])
+        blocks = {block.spec.parameters[0]: block for block in self.kfac.kfac_factors.values()}
         trained = {self._names[id(p)]: (p, group) for group in self.param_groups for p in group["params"]}
-        chosen = {n: b for n, b in blocks.items() if n in trained and trained[n][1]["kfac"]}
-        self._steps.update(chosen, {name: trained[name][0] for name in chosen})
+        whitened = {n: block for n, block in blocks.items() if n in trained and trained[n][1]["kfac"]}
+        for group in self.param_groups:
+            live = [p for p in group["params"] if p.grad is not None]
+            self._step_adamw(group, [p for p in live if self._names[id(p)] not in whitened])
+        self._steps.update(whitened, {name: trained[name][0] for name in whitened})
         for matrices in self._steps.groups:
-            live_places = [i for i, n in enumerate(matrices.names) if trained[n][0].grad is not None]
-            if live_places:
-                names = [matrices.names[i] for i in live_places]
-                averaged = [_matrix(chosen[n].spec, self._averaged(*trained[n])) for n in names]
-                directions = matrices.direction(torch.stack(averaged), live_places)
-                for name, direction in zip(names, directions, strict=True):
-                    self._move(*trained[name], _as_weight(chosen[name].spec, direction))
+            for group in self.param_groups:
+                places = [
+                    place
+                    for place, name in enumerate(matrices.names)
+                    if trained[name][1] is group and trained[name][0].grad is not None
+                ]
+                if places:
+                    specs = [whitened[matrices.names[place]].spec for place in places]
+                    self._step_matrices(group, matrices, places, specs, [trained[s.parameters[0]][0] for s in specs])
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -211,38 +211,38 @@ class KFAC(Optimizer):
         state.only = frozenset(s.parameters[0] for s in hidden.values())
         state.blocks = {n: b for n, b in state.blocks.items() if n in hidden}
 
-    def _blocks(self) -> dict[str, Block]:
-        """{name of the weight: its block} of the layers with factors."""
-        return {block.spec.parameters[0]: block for block in self.kfac.kfac_factors.values()}
-
     # ---- the two kinds of step ---------------------------------------------------------------------------------------
 
-    def _averaged(self, p: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
-        """N = βM + (1−β)g after M ← βM + (1−β)g, as a full tensor; M stays sharded as its parameter is."""
-        gradient, state = _like(p.grad, p), self.state[p]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(p)
-        momentum = state["momentum_buffer"]
-        _local(momentum).lerp_(_local(gradient), 1 - group["momentum"])
-        averaged = _local(gradient).lerp(_local(momentum), group["momentum"])
-        if not isinstance(p, DTensor):
-            return averaged
-        whole = DTensor.from_local(
-            averaged, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-        )
-        return whole.full_tensor()
+    def _step_matrices(
+        self,
+        group: Mapping[str, Any],
+        matrices: MatrixGroup,
+        places: Sequence[int],
+        specs: Sequence[Spec],
+        weights: Sequence[nn.Parameter],
+    ) -> None:
+        """Step weights of one shape and one parameter group: M, N, U and W of the class's formula, in multi-tensor operations.
 
-    def _move(self, p: nn.Parameter, group: Mapping[str, Any], direction: Tensor) -> None:
-        """W ← W − 4·lr·(0.2·U + decay·W) for a full tensor U with a root mean square of 1."""
-        rate = MATRIX_RATE * float(group["lr"])
-        if isinstance(p, DTensor):
-            replicated = [Replicate()] * p.device_mesh.ndim
-            whole = DTensor.from_local(direction.contiguous(), p.device_mesh, replicated, run_check=False)
-            direction = whole.redistribute(placements=p.placements).to_local()
-        weight = _local(p)
-        weight.mul_(1 - rate * group["weight_decay"]).add_(direction.to(weight.dtype), alpha=-RMS * rate)
+        `places` are those of the weights in `matrices`. M stays sharded as its weight is; N is gathered.
+        """
+        for p in weights:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        gradients = [_local(_like(p.grad, p)) for p in weights]
+        momenta = [_local(self.state[p]["momentum_buffer"]) for p in weights]
+        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        averaged = torch._foreach_lerp(gradients, momenta, group["momentum"])
+        whole = [_gathered(t, p) for t, p in zip(averaged, weights, strict=True)]
+        shape = (len(weights), specs[0].outputs, specs[0].inputs - specs[0].has_bias)
+        n_BOM = torch.empty(shape, dtype=matrices.dtype, device=whole[0].device)
+        torch._foreach_copy_([_as_weight(spec, n_OM) for spec, n_OM in zip(specs, n_BOM, strict=True)], whole)
+        u_BOM = matrices.direction(n_BOM, places)
+        steps = [_shard(_as_weight(spec, u_OM), p) for spec, u_OM, p in zip(specs, u_BOM, weights, strict=True)]
+        local, rate = [_local(p) for p in weights], MATRIX_RATE * float(group["lr"])
+        torch._foreach_mul_(local, 1 - rate * group["weight_decay"])
+        torch._foreach_add_(local, [step.to(w.dtype) for step, w in zip(steps, local, strict=True)], alpha=-RMS * rate)
 
-    def _adamw(self, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> None:
+    def _step_adamw(self, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> None:
         """AdamW's step of some parameters; those of fewer than two dimensions do not decay."""
         for decay, some in (
             (group["weight_decay"], [p for p in parameters if p.dim() >= 2]),
@@ -309,11 +309,24 @@ def _like(gradient: Tensor | None, p: nn.Parameter) -> Tensor:
     return gradient
 
 
-def _matrix(spec: Spec, weight: Tensor) -> Tensor:
-    """A weight, or its gradient, as a matrix [o, m]."""
-    return weight.mT if spec.layout == "in_out" else weight.flatten(1)
+def _gathered(local: Tensor, p: nn.Parameter) -> Tensor:
+    """The full tensor whose part `local` is sharded as the parameter is."""
+    if not isinstance(p, DTensor):
+        return local
+    mesh, places = p.device_mesh, p.placements
+    whole = DTensor.from_local(local, mesh, places, run_check=False, shape=p.shape, stride=p.stride())
+    return whole.full_tensor()
+
+
+def _shard(whole: Tensor, p: nn.Parameter) -> Tensor:
+    """This process's part of a tensor that every process has in full, sharded as the parameter is."""
+    if not isinstance(p, DTensor):
+        return whole
+    replicated = [Replicate()] * p.device_mesh.ndim
+    found = DTensor.from_local(whole.contiguous(), p.device_mesh, replicated, run_check=False)
+    return found.redistribute(placements=p.placements).to_local()
 
 
 def _as_weight(spec: Spec, matrix_OM: Tensor) -> Tensor:
-    """A matrix [o, m] in the shape of the weight."""
-    return matrix_OM.mT if spec.layout == "in_out" else matrix_OM.reshape(spec.shapes[0])
+    """A view of a matrix [o, m] in the shape of the weight."""
+    return matrix_OM.mT if spec.layout == "in_out" else matrix_OM.view(spec.shapes[0])

@@ -18,7 +18,7 @@ from torch import Tensor
 from gramian.curvature.blocks.block import Block
 from gramian.linalg import Diagonal, Factor
 from gramian.linalg.inverse_roots import inverse_fourth_root
-from gramian.optim.orthogonalise import orthogonalised
+from gramian.optim.orthogonalise import orthogonalised, scaled_to_one
 
 STACKED = 2**27
 """Largest number of entries of the matrices whose roots are computed together."""
@@ -41,16 +41,19 @@ class MatrixGroup:
     P_G: Tensor
     """P_G [blocks, o, o], or its diagonal [blocks, o, 1]."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the step's products."""
+        return self.P_A.dtype
+
     def direction(self, n_BOM: Tensor, places: Sequence[int]) -> Tensor:
         """U with a root mean square of 1 for every averaged gradient N [o, m] in a stack; `places`: their places in `names`.
 
-        Float32, or float64 for float64 weights; zero for a zero gradient.
+        N in `dtype`; U in float32, or float64 for float64 weights, and zero for a zero gradient.
         """
         whole = len(places) == len(self.names)
         P_A, P_G = (p if whole else p[list(places)] for p in (self.P_A, self.P_G))
-        u_BOM = _between(P_G, orthogonalised(_between(P_G, n_BOM.to(P_A.dtype), P_A)), P_A)
-        u_BOM = u_BOM if u_BOM.dtype == torch.float64 else u_BOM.float()
-        return u_BOM / u_BOM.square().mean(dim=(-2, -1), keepdim=True).sqrt().clamp(min=1e-30)
+        return scaled_to_one(_between(P_G, orthogonalised(_between(P_G, n_BOM, P_A)), P_A))
 
 
 def _between(P_G: Tensor, y_BOM: Tensor, P_A: Tensor) -> Tensor:

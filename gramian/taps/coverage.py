@@ -48,6 +48,6 @@ class Coverage(Mapping[str, Cover]):
 
     def __repr__(self) -> str:
         """Number of covered, frozen, unused and left-out parameters, as text."""
-        states = [cover.status for cover in self._covers.values()]
+        states: list[str] = [cover.status for cover in self._covers.values()]
         shown = ("covered", "frozen", "unused", *(["left out"] if "left out" in states else []))
         return f"Coverage({', '.join(f'{states.count(s)} {s}' for s in shown)})"

@@ -168,10 +168,10 @@ def test_the_gpus_of_the_machine_are_the_default(
 def test_curvature_has_a_table_of_its_own(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", small, "kfac.update_freq=5"]) == 0
     lines = output(capsys)[0]
-    assert any(line.startswith("[kfac] on top of that, for a refresh of ") for line in lines)
+    assert any(line.startswith("K-FAC on top of that, for a refresh of ") for line in lines)
     assert any(re.match(r"cpu: [\d.]+ MB at most; [\d.]+ MB in the first refresh", line) for line in lines)
     assert any(line.startswith("blocks.0.fc and ") for line in lines)
-    assert re.match(r"with \[kfac\]: [\d.]+ MB \+ [\d.]+ MB of ", lines[-1])
+    assert re.match(r"with K-FAC: [\d.]+ MB \+ [\d.]+ MB of ", lines[-1])
 
 
 def test_a_run_that_fits_alone_may_not_fit_with_its_curvature(small: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,8 +185,8 @@ def test_a_run_that_fits_alone_may_not_fit_with_its_curvature(small: str, capsys
     output(capsys)
     assert planned(between, "kfac.update_freq=5") == 1
     lines, errors = output(capsys)
-    assert any(line.startswith("[kfac] on top") for line in lines)
-    assert "with [kfac]" in errors and "would fit: kfac.memory_budget = " in errors and errors.count("\n") == 1
+    assert any(line.startswith("K-FAC on top") for line in lines)
+    assert "with K-FAC" in errors and "would fit: kfac.memory_budget = " in errors and errors.count("\n") == 1
     assert planned(between, f"kfac.memory_budget={errors.rsplit(' = ', 1)[1].strip()}") == 0
 
 

@@ -97,10 +97,18 @@ class Oracle:
             handle.remove()
 
 
+POLYNOMIALS = [
+    (8.2218, -23.3469, 16.6338),
+    (3.9728, -2.8449, 0.5170),
+    (3.4735, -2.5057, 0.4810),
+    (2.5044, -1.7907, 0.4071),
+]
+
+
 def orthogonal(x: Tensor) -> Tensor:
-    """Singular values through five turns of 3.4445 s − 4.775 s³ + 2.0315 s⁵, after division by their root sum of squares."""
+    """Singular values through four polynomials as + bs³ + cs⁵, after division by their root sum of squares."""
     U, s, V = torch.linalg.svd(x, full_matrices=False)
     s = s / s.square().sum().sqrt()
-    for _ in range(5):
-        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    for a, b, c in POLYNOMIALS:
+        s = a * s + b * s**3 + c * s**5
     return U @ torch.diag(s) @ V

@@ -100,8 +100,8 @@ BUGS = {
     "stale operators": Edit("WhitenedSteps.update", "if len(now) ==", "if self.groups or len(now) =="),
     "a bias in A": Edit("whitened_steps:_sides", "block.spec.inputs - block.spec.has_bias", "block.spec.inputs"),
     "no mean": Edit("whitened_steps:_roots", "stack_BNN /= _mean", "stack_BNN *= _mean"),
-    "no Nesterov": Edit("KFAC._averaged", "_local(gradient).lerp(", "_local(momentum).lerp("),
-    "decay of norms": Edit("KFAC._adamw", "(0.0, [p for p", "(0.1, [p for p"),
+    "no Nesterov": Edit("KFAC._step_matrices", "torch._foreach_lerp(gradients,", "torch._foreach_lerp(momenta,"),
+    "decay of norms": Edit("KFAC._step_adamw", "(0.0, [p for p", "(0.1, [p for p"),
 }
 """Bugs that the oracle must see."""
 
