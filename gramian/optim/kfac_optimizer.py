@@ -41,7 +41,7 @@ class KFAC(Optimizer):
     biases, norms and parameters without factors take AdamW with `lr` in the same step. Biases and norms do not decay.
 
     ```python
-    optimizer = gramian.optim.KFAC(model, lr=2e-3, weight_decay=0.1)
+    optimizer = gramian.optim.KFAC(model, lr=3e-3, weight_decay=0.1)
     with optimizer.capture(num_terms=y.numel()):
         F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
     optimizer.step()
@@ -56,7 +56,7 @@ class KFAC(Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        lr: float = 2e-3,
+        lr: float = 2.8e-3,
         weight_decay: float = 0.1,
         *,
         params: Iterable[Any] | None = None,
@@ -323,7 +323,8 @@ def _shard(whole: Tensor, p: nn.Parameter) -> Tensor:
     if not isinstance(p, DTensor):
         return whole
     replicated = [Replicate()] * p.device_mesh.ndim
-    found = DTensor.from_local(whole.contiguous(), p.device_mesh, replicated, run_check=False)
+    own = whole.contiguous()
+    found = DTensor.from_local(own, p.device_mesh, replicated, run_check=False, shape=own.shape, stride=own.stride())
     return found.redistribute(placements=p.placements).to_local()
 
 

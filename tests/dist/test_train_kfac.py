@@ -148,7 +148,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gram, joint, all tokens": {"kfac": {"damping_mode": "joint", "kfac_true_fisher_head": True}},
     "gram, budget": {"kfac": {"memory_budget": "400KB"}},
     "gram, the optimizer kfac": {
-        "optimizer": {"kind": "kfac", "lr": 1e-3, "momentum": None},
+        "optimizer": {"kind": "kfac", "lr": 1e-3},
         "kfac": {"kl_clip": None, "max_tokens": 24},
     },
     "gram, AdamW, clipped": {"optimizer": {"kind": "adamw", "lr": 1e-3, "max_norm": 0.1}},

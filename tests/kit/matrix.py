@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 WHOLE = 4
-"""Matrices up to this size are not thinned."""
+"""Matrices up to this size are not thinned, unless their cells start processes."""
 SHARE = 0.1
 """Of a larger one, what is left of it at least."""
 FEW = 2
@@ -54,7 +54,7 @@ def thinned(cells: Sequence[Mapping[str, Any]], processes: bool = False) -> list
     Returns:
         Their numbers, in order.
     """
-    if len(cells) <= WHOLE:
+    if len(cells) <= (FEW if processes else WHOLE):
         return list(range(len(cells)))
     if processes:
         return sorted(k * _stride(len(cells)) % len(cells) for k in range(FEW))

@@ -32,4 +32,4 @@ def test_of_a_matrix_on_several_processes_few_cells_are_left() -> None:
     cells = [{"a": a} for a in range(50)]
     chosen = thinned(cells, processes=True)
     assert len(set(chosen)) == FEW and chosen == sorted(chosen)
-    assert thinned(cells[:WHOLE], processes=True) == list(range(WHOLE))
+    assert thinned(cells[:FEW], processes=True) == list(range(FEW))

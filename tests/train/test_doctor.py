@@ -95,7 +95,7 @@ def test_a_healthy_run_is_green(windows: Windows) -> None:
     [
         {"model": {"tied": True, "dropout": 0.3}},
         pytest.param({"precision": {"kind": "bf16"}}, marks=pytest.mark.full),
-        {"precision": {"kind": "fp16"}},
+        pytest.param({"precision": {"kind": "fp16"}}, marks=pytest.mark.full),
         {"precision": {"kind": "fp64"}, "parallel": {"checkpoint_blocks": 1}},
         {"data": {"isolate": True, "micro_batch": 3}},
         {"data": {"pack": False, "batch": 1}},

@@ -48,7 +48,7 @@ def build_optimizer(
     flags = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False, "fused": False}}
     how = flags[implementation]
     if options.kind == "sgd":
-        return SGD(groups, lr=options.lr, momentum=options.momentum or 0.0, **how)
+        return SGD(groups, lr=options.lr, momentum=options.momentum, **how)
     return AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, **how)
 
 
@@ -72,10 +72,9 @@ def build_curvature(config: Config, model: nn.Module) -> KFACNaturalGradient | N
 
 
 def _build_kfac_optimizer(model: nn.Module, options: OptimizerSection, kfac: KFACSection | None, seed: int) -> KFAC:
-    given = _given(options, ("momentum",))
-    if kfac is not None:
-        given |= _given(kfac, ("update_freq", "damping", "ema_decay", "max_tokens"))
-    return KFAC(model, options.lr, options.weight_decay, betas=options.betas, eps=options.eps, seed=seed, **given)
+    given = {} if kfac is None else _given(kfac, ("update_freq", "damping", "ema_decay", "max_tokens"))
+    steps: dict[str, Any] = {"momentum": options.betas[0], "betas": options.betas, "eps": options.eps}
+    return KFAC(model, options.lr, options.weight_decay, seed=seed, **steps, **given)
 
 
 def _given(section: Any, names: tuple[str, ...]) -> dict[str, Any]:

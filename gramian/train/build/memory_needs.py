@@ -43,7 +43,7 @@ def needs_of(config: Config, vocabulary: int, precision: Kind, device: str) -> N
         micro_batch=data.micro_batch,
         checkpoint_blocks=config.parallel.checkpoint_blocks,
         optimizer=optimizer.kind,
-        momentum=(optimizer.momentum or 0) > 0,
+        momentum=optimizer.momentum > 0,
         isolated=data.isolate,
         device="cuda" if device == "cuda" else "cpu",
         teacher=None if config.teacher is None else teacher_of(config.teacher, precision),

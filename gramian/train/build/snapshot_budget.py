@@ -50,7 +50,7 @@ def plan_snapshots(
     copy = copy_bytes(
         [p.shape for p in model.parameters()],
         numbers.weights.itemsize,
-        optimizer_states(config.optimizer.kind, config.optimizer.momentum or 0),
+        optimizer_states(config.optimizer.kind, config.optimizer.momentum),
         shards=grid.size if sharded else 1,
         pinned=grid.device.type == "cuda",
         factors=factors,

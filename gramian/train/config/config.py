@@ -60,7 +60,7 @@ class Config:
     teacher: sections.TeacherSection | None = None
 
     def __post_init__(self) -> None:
-        """Check all sections, and replace data.tokenizer = "auto" by the tokenizer that it stands for.
+        """Check all sections, and replace data.tokenizer = "auto" and no kfac.update_freq by the values that they stand for.
 
         Raises `GramianError` for the first value that does not fit, naming its key.
         """
@@ -69,6 +69,9 @@ class Config:
                 config_checks.check_values(section, options)
         tokenizer = config_checks.resolve_tokenizer(self.data, self.model)
         object.__setattr__(self, "data", dataclasses.replace(self.data, tokenizer=tokenizer))
+        if self.kfac is not None and self.kfac.update_freq is None:
+            steps = 20 if self.optimizer.kind == "kfac" else 10
+            object.__setattr__(self, "kfac", dataclasses.replace(self.kfac, update_freq=steps))
         config_checks.check_model(self.model)
         config_checks.check_data(self.data, self.model)
         config_checks.check_run(self.run, self.schedule, self.optimizer)

@@ -70,11 +70,11 @@ class OptimizerSection:
     lr: Positive = 1e-3
     """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """Decay rates of the first and second moments of AdamW, also of the parameters that K-FAC leaves to it."""
+    """Decay rates of AdamW's first and second moments; the first is also the momentum of K-FAC's weight matrices."""
     eps: Positive = 1e-8
     """Constant that AdamW adds to the denominator."""
-    momentum: Fraction | None = None
-    """Momentum of SGD (none: 0) or of K-FAC's weight matrices (none: 0.9)."""
+    momentum: Fraction = 0.0
+    """Momentum of SGD."""
     weight_decay: NonNegative = 0.1
     """Weight decay of matrices; biases and norm weights do not decay."""
     max_norm: NonNegative = 1.0

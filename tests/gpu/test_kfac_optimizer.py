@@ -1,0 +1,81 @@
+"""`gramian.optim.KFAC` on a GPU: steps in bfloat16 and fused AdamW go where float64 on a CPU goes; state on the device."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import gramian
+from gramian.models.gpt import GPT, GPTConfig
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = GPTConfig(vocabulary=61, context=32, layers=2, width=64, heads=4)
+
+
+def trained(model: nn.Module, steps: int, **options: object) -> gramian.optim.KFAC:
+    optimizer = gramian.optim.KFAC(model, lr=1e-3, update_freq=2, max_tokens=None, **options)  # type: ignore[arg-type]
+    device = next(model.parameters()).device
+    for step in range(steps):
+        tokens = torch.randint(61, (8, 33), generator=torch.Generator().manual_seed(step)).to(device)
+        optimizer.zero_grad()
+        with optimizer.capture(num_terms=8 * 32):
+            F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+    return optimizer
+
+
+def test_six_steps_go_where_those_of_float64_go() -> None:
+    torch.manual_seed(0)
+    begin = GPT(CONFIG)
+    exact, fast = copy.deepcopy(begin).double(), copy.deepcopy(begin).cuda()
+    trained(exact, 6)
+    optimizer = trained(fast, 6)
+    assert all(group["fused"] for group in optimizer.param_groups)
+    for (name, p), q, first in zip(fast.named_parameters(), exact.parameters(), begin.parameters(), strict=True):
+        moved, expected = (p.detach().double().cpu() - first.double()), (q.detach() - first.double())
+        alike = F.cosine_similarity(moved.flatten(), expected.flatten(), dim=0)
+        assert float(alike) > 0.99, f"{name}: {float(alike)}"
+        assert float(moved.norm() / expected.norm()) == pytest.approx(1.0, abs=0.05), name
+
+
+def test_a_loaded_state_goes_on_bit_for_bit_on_the_device() -> None:
+    torch.manual_seed(0)
+    model = GPT(CONFIG).cuda()
+    optimizer = trained(model, 3)
+    again = copy.deepcopy(model)
+    other = gramian.optim.KFAC(again, lr=1e-3, update_freq=2, max_tokens=None)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for net, own in ((model, optimizer), (again, other)):
+        for step in range(3):
+            tokens = torch.randint(61, (8, 33), generator=torch.Generator().manual_seed(9 + step)).cuda()
+            own.zero_grad()
+            with own.capture(num_terms=8 * 32):
+                F.cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            own.step()
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_scaler_of_half_precision_trains() -> None:
+    torch.manual_seed(0)
+    model = GPT(CONFIG).cuda()
+    optimizer, scaler = (
+        gramian.optim.KFAC(model, lr=1e-3, update_freq=2),
+        torch.amp.GradScaler("cuda", init_scale=2.0**12),
+    )
+    losses = []
+    tokens = torch.randint(61, (8, 33), device="cuda")
+    for _ in range(12):
+        optimizer.zero_grad()
+        with optimizer.capture(num_terms=8 * 32, loss_scale=scaler):
+            with torch.autocast("cuda", torch.float16):
+                logits = model(tokens[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] - 0.5
