@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -184,10 +184,14 @@ def _full(p: Tensor) -> Tensor:
     return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
 
 
-def optimized(case: Case, model: nn.Module, rows: list[int], samples: int = 5, steps: int = 20) -> dict[str, Tensor]:
-    """The parameters after steps of `gramian.optim.KFAC` on some rows of the samples, of which a process may have none."""
+def optimized(
+    case: Case, model: nn.Module, rows: list[int], world: int = 1, samples: int = 5, steps: int = 20
+) -> dict[str, Tensor]:
+    """The parameters after steps of `gramian.optim.KFAC` on some rows of the samples, of which a process may have none.
+
+    `world` is the number of processes over which gradients are averaged.
+    """
     optimizer = gramian.optim.KFAC(model, lr=1e-2, update_freq=4, ema_decay=0.5, max_tokens=None)
-    world = dist.get_world_size() if isinstance(model, DistributedDataParallel | FSDPModule) else 1
     for step in range(steps):
         inputs, targets = case.data(samples)
         inputs = (inputs + step) % 11 if not inputs.is_floating_point() else inputs + 0.1 * step

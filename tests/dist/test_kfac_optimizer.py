@@ -1,9 +1,10 @@
-"""`gramian.optim.KFAC` on two and three processes is one optimizer: DDP and FSDP2, uneven and empty ranks, 20 steps."""
+"""`gramian.optim.KFAC` on two and three processes is one optimizer: DDP and FSDP2, tensor parallelism, uneven and empty ranks."""
 
 import pytest
 
 from tests.curvature.splits import CASES, assert_equal
 from tests.dist import kfac_bodies as bodies
+from tests.dist import tp_bodies
 from tests.kit.processes import distributed
 
 pytestmark = [pytest.mark.oracle, pytest.mark.xdist_group("processes")]
@@ -19,7 +20,7 @@ THREE = [[3, 1], [], [0, 4, 2]]
 def test_twenty_steps_of_two_processes_are_those_of_one(rank: int, way: str, case: str, split: str) -> None:
     one = CASES[case]
     expected = bodies.optimized(one, one.model(), [0, 1, 2, 3, 4])
-    found = bodies.optimized(one, bodies.wrapped(way, one.model()), TWO[split][rank])
+    found = bodies.optimized(one, bodies.wrapped(way, one.model()), TWO[split][rank], world=2)
     assert_equal(found, expected, 1e-10)
 
 
@@ -28,5 +29,23 @@ def test_twenty_steps_of_two_processes_are_those_of_one(rank: int, way: str, cas
 def test_twenty_steps_of_three_processes_are_those_of_one(rank: int, way: str) -> None:
     one = CASES["many words"]
     expected = bodies.optimized(one, one.model(), [0, 1, 2, 3, 4])
-    found = bodies.optimized(one, bodies.wrapped(way, one.model()), THREE[rank])
+    found = bodies.optimized(one, bodies.wrapped(way, one.model()), THREE[rank], world=3)
     assert_equal(found, expected, 1e-10)
+
+
+@pytest.mark.parametrize("name, style", [("mlp", "usual"), ("gpt", "tables"), ("long gpt", "sequence")])
+@distributed(world_size=2)
+def test_tensor_parallel_steps_are_those_of_one(rank: int, name: str, style: str) -> None:
+    case = tp_bodies.CASES[name]
+    expected = bodies.optimized(case, case.model(), [0, 1, 2, 3, 4])
+    model = tp_bodies.spread(case.model(), name, style, 1, 2)
+    assert_equal(bodies.optimized(case, model, [0, 1, 2, 3, 4]), expected, 1e-10)
+
+
+@pytest.mark.full
+@distributed(world_size=4)
+def test_tensor_parallel_times_fsdp2_is_one_optimizer(rank: int) -> None:
+    case = tp_bodies.CASES["gpt"]
+    expected = bodies.optimized(case, case.model(), [0, 1, 2, 3, 4])
+    model = tp_bodies.spread(case.model(), "gpt", "usual", 2, 2)
+    assert_equal(bodies.optimized(case, model, TWO["uneven"][rank // 2], world=2), expected, 1e-10)

@@ -634,7 +634,7 @@ def test_a_rollback_of_a_private_run_does_not_spend_more_than_its_target(tmp_pat
 
 def test_numbers_and_words_of_a_private_run_are_labelled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     privacy = {**UNPROVEN, "decisions": "public_validation"}
-    config = small(tmp_path / "run", run={"steps": 4}, eval={"every": 3}, privacy=privacy, precision={"kind": "fp16"})
+    config = small(tmp_path / "run", run={"steps": 6}, eval={"every": 5}, privacy=privacy, precision={"kind": "fp16"})
     (tmp_path / "run.toml").write_text(config.toml())
     assert main(["train", str(tmp_path / "run.toml")]) == 0
     free = {"step", "attempt", "lr", "grad_norm", "epsilon", "time", "not_covered_by_epsilon"}
