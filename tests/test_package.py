@@ -25,7 +25,7 @@ def test_using_a_public_name_loads_nothing_heavy():
 
 
 @pytest.mark.xdist_group("fresh")
-@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("deterministic", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_deterministic_kernels_are_chosen_without_the_compiler_which_reads_the_choice_later(deterministic):
     code = f"""
 import sys, torch

@@ -47,10 +47,10 @@ class KFAC(Optimizer):
     optimizer.step()
     ```
 
-    One step costs about 30 n³ FLOPs for a square matrix of width n, in bfloat16 on a GPU, and every `update_freq` steps a
-    refresh. Memory: one momentum per weight matrix, two moments for everything else, factors of the narrower sides (float32)
-    and their roots. A sharded model (FSDP2, tensor parallel) gathers one averaged gradient at a time; every process computes
-    every step.
+    One step costs 32 n³ FLOPs for a square matrix of width n, in bfloat16 on a GPU, and every `update_freq` steps a refresh.
+    Memory: one momentum per weight matrix, two moments for everything else, factors of the narrower sides (float32) and their
+    roots. A sharded model (FSDP2, tensor parallel) gathers the averaged gradients of one shape at a time; every process
+    computes every step.
     """
 
     def __init__(
@@ -157,11 +157,12 @@ class KFAC(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self.kfac.steps:
+        if not self.kfac.refreshes and not self.kfac.dropped:
             raise GramianError("step: no capture has run yet; expected the backward inside optimizer.capture(...)")
         if not self.kfac.refreshes:
             curvature_record.log_no_step(self.kfac.dropped[-1]["reason"])
             return loss
+        self._refuse_other_parameters()
         self._choose_layers()
         blocks = {block.spec.parameters[0]: block for block in self.kfac.kfac_factors.values()}
         trained = {self._names[id(p)]: (p, group) for group in self.param_groups for p in group["params"]}
@@ -191,7 +192,22 @@ class KFAC(Optimizer):
         if "kfac" not in state_dict:
             raise GramianError('state_dict: has no "kfac"; expected the state of a gramian.optim.KFAC')
         self.kfac.load_state_dict(state_dict["kfac"], self._model)
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "kfac"})
+        given = list(state_dict["param_groups"])
+        if len(given) == len(
+            self.param_groups
+        ):  # where steps are counted follows from this device, not from the saved one
+            given = [{**old, "fused": new["fused"]} for old, new in zip(given, self.param_groups, strict=True)]
+        super().load_state_dict({"state": state_dict["state"], "param_groups": given})
+
+    def _refuse_other_parameters(self) -> None:
+        """Raise if nothing has a gradient because the model has other parameters now than when the optimizer was created."""
+        if any(p.grad is not None for group in self.param_groups for p in group["params"]):
+            return
+        if any(id(p) not in self._names for p in unwrap(self._model).parameters()):
+            raise GramianError(
+                "model: its parameters are others than when the optimizer was created; expected fully_shard, or whatever "
+                "replaced them, before gramian.optim.KFAC(model)"
+            )
 
     # ---- whose step is which -----------------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ COMMANDS = {
     "demo": ["demo", "--out", "demo"],
     "refused": ["train", "run.toml", "run.steps=0"],
 }
-SHORT = [("help", 0.0), ("refused", 0.05), ("curvature", 0.3), ("eval", 1.0), ("train", 1.5), ("workers", 2.5)]
+SHORT = [("help", 0.0), ("curvature", 0.3), ("train", 1.5)]
 
 
 def drawn(count: int) -> list[tuple[str, float]]:

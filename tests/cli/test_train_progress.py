@@ -32,7 +32,8 @@ def test_a_log_has_a_line_for_every_tenth_and_the_report(
     assert lines[-1] == "report: runs/run/report.html" and Path("runs/run/report.html").exists()
 
 
-@pytest.mark.parametrize("ending", ["reader", pytest.param("terminal", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ending", ["reader", "terminal"])
 def test_a_run_outlives_its_reader_and_saves_when_its_terminal_closes(tmp_path: Path, ending: str) -> None:
     book(tmp_path)
     steps = "run.steps=20" if ending == "reader" else "run.steps=100000"

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gramian
 from tests.curvature.splits import CASES, Case, assert_equal, refresh, results, vector
+from tests.kit.matrix import FULL
 from tests.kit.refusals import refusal
 from tests.kit.toys import Toy
 
@@ -185,7 +186,7 @@ def _full(p: Tensor) -> Tensor:
 
 
 def optimized(
-    case: Case, model: nn.Module, rows: list[int], world: int = 1, samples: int = 5, steps: int = 20
+    case: Case, model: nn.Module, rows: list[int], world: int = 1, samples: int = 5, steps: int = 20 if FULL else 9
 ) -> dict[str, Tensor]:
     """The parameters after steps of `gramian.optim.KFAC` on some rows of the samples, of which a process may have none.
 

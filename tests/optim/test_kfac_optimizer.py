@@ -252,6 +252,25 @@ def test_a_step_before_the_first_capture_raises() -> None:
         optimizer.step()
 
 
+def test_a_capture_that_was_not_entered_is_none() -> None:
+    model = model_of("words")
+    optimizer = gramian.optim.KFAC(model)
+    optimizer.capture(num_terms=20)
+    with refused("step: no capture has run yet"):
+        optimizer.step()
+
+
+def test_parameters_that_were_replaced_behind_the_optimizer_are_refused() -> None:
+    model = model_of("words")
+    assert isinstance(model, Words)
+    optimizer = gramian.optim.KFAC(model)
+    for layer in (model.table, model.norm, model.up, model.same, model.also, model.turned, model.head):
+        for name, p in list(layer.named_parameters()):
+            setattr(layer, name, nn.Parameter(p.detach().clone()))
+    with refused("model: its parameters are others than when the optimizer was created; expected fully_shard"):
+        stepped(optimizer, model, batch_of("words", 0))
+
+
 @pytest.mark.parametrize(
     "options, text",
     [

@@ -643,7 +643,7 @@ class AtomicAdditions(torch.autograd.Function):
         return g * (1 + torch.finfo(g.dtype).eps) if AtomicAdditions.draw.random() < 0.1 else g
 
 
-@pytest.mark.parametrize("coupled", [0.0, 0.01])
+@pytest.mark.parametrize("coupled", [pytest.param(0.0, marks=pytest.mark.full), 0.01])
 def test_rounding_that_varies_now_and_then_on_a_gpu_is_no_reason_to_refuse(
     coupled: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

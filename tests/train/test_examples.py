@@ -22,7 +22,7 @@ from tests.data.test_tokenizer import saved
 
 EXAMPLES = Path(__file__).parents[2] / "gramian" / "examples"
 FILES = sorted(EXAMPLES.glob("*.toml"))
-SLOW = ("distill_topk", "goose", "goose_seed")
+SLOW = ("distill_topk", "goose", "goose_seed", "schedule_5000", "schedule_warmup_50", "jsonl")
 """Trained in the full mode alone."""
 STEPS = 6
 SHRUNK = [

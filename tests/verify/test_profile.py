@@ -261,6 +261,7 @@ def _environment() -> dict[str, str]:
 
 
 @pytest.mark.full
+@pytest.mark.full
 def test_every_length_has_its_phases_the_plain_step_and_the_ratio(profiled):
     printed, _ = profiled
     assert all(character == "\n" or character.isprintable() for character in printed)
@@ -274,6 +275,7 @@ def test_every_length_has_its_phases_the_plain_step_and_the_ratio(profiled):
     assert re.search(r"^verdict at 24: forward \d+%, .*communication 0% of the backward$", printed, re.MULTILINE)
 
 
+@pytest.mark.full
 @pytest.mark.full
 def test_the_json_holds_every_figure(profiled):
     _, out = profiled
@@ -295,6 +297,7 @@ def test_the_json_holds_every_figure(profiled):
     assert numbers["scaling"]["memory, plain"]["exponent"] > 0.5
 
 
+@pytest.mark.full
 def test_the_picture_is_well_formed_and_holds_every_length(profiled):
     _, out = profiled
     picture = xml.dom.minidom.parse(str(out / "clipping.svg"))

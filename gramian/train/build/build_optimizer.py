@@ -1,5 +1,6 @@
 """Build the optimizer of a config, with weight decay for matrices but not for biases and norms, and the curvature of a run."""
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -61,14 +62,11 @@ def build_curvature(config: Config, model: nn.Module) -> KFACNaturalGradient | N
         return _build_kfac_optimizer(model, config.optimizer, config.kfac, config.run.seed).kfac
     if config.kfac is None:
         return None
-    names = ("update_freq", "damping", "ema_decay", "kfac_policy", "max_tokens", "memory_budget")
-    return KFACNaturalGradient(
-        damping_mode=config.kfac.damping_mode,
-        kfac_true_fisher_head=config.kfac.kfac_true_fisher_head,
-        kfac_distributed_reduce=config.kfac.kfac_distributed_reduce,
-        seed=config.run.seed,
-        **_given(config.kfac, names),
-    )
+    names = {field.name for field in dataclasses.fields(config.kfac)} - {"kl_clip", "public_files"}
+    try:
+        return KFACNaturalGradient(seed=config.run.seed, **_given(config.kfac, tuple(sorted(names))))
+    except GramianError as error:  # options that do not fit together, or the machine
+        raise GramianError(f"kfac.{error}") from None
 
 
 def _build_kfac_optimizer(model: nn.Module, options: OptimizerSection, kfac: KFACSection | None, seed: int) -> KFAC:

@@ -33,6 +33,17 @@ RUN_ONLY = (
 """(section, key) of config keys that cannot change a run's numbers, so that the config's hash omits them.
 Most keys of [checkpoint] can change them, because a rollback returns to a snapshot."""
 
+ADDED_LATER = tuple(
+    ("kfac", key)
+    for key in (
+        "damping_A", "damping_G", "use_eigenvalue_correction", "max_condition_number", "min_layer_size", "weight_sharing",
+        "kfac_use_woodbury", "kfac_big_threshold", "kfac_auto_rho", "kfac_auto_t_max", "kfac_eps", "woodbury_dtype",
+        "woodbury_store_device", "ekfac", "one_sided", "strict",
+    )
+)  # fmt: skip
+"""(section, key) of config keys that earlier versions did not have: the hash omits them while they are not set, so that runs of
+those versions can be resumed."""
+
 
 @dataclass(frozen=True)
 class Config:
@@ -95,6 +106,9 @@ class Config:
         tables = dataclasses.asdict(self)
         for section, key in RUN_ONLY:
             if tables[section] is not None:
+                del tables[section][key]
+        for section, key in ADDED_LATER:
+            if tables[section] is not None and tables[section][key] is None:
                 del tables[section][key]
         return hashlib.blake2b(json.dumps(tables, sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -183,11 +197,6 @@ FOREIGN_KEYS = {
     "total_steps": "run.steps", "use_orig_params": "parallel.strategy", "warmup_steps": "schedule.warmup",
     "persistent_workers": "none: they always are", "pin_memory": "none: it always is where there is a GPU",
     "use_cache": "none: a teacher's is always off",
-    **dict.fromkeys(
-        ("damping_A", "damping_G", "kfac_eps", "kfac_use_woodbury", "max_condition_number", "use_eigenvalue_correction",
-         "woodbury_dtype", "woodbury_store_device"),
-        "it in Python, KFACNaturalGradient(…); runs have its default",
-    ),
 }  # fmt: skip
 """{name of an option in other training programs: the key that it is here, or why there is none}."""
 

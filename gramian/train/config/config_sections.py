@@ -205,6 +205,38 @@ class KFACSection:
     """How processes combine their contributions to the factors."""
     public_files: tuple[str, ...] = ()
     """Public data that the curvature is estimated from when the run is private."""
+    damping_A: Positive | None = None
+    """Damping of A, or of the product under damping_mode = "joint"; none: damping."""
+    damping_G: Positive | None = None
+    """Damping of G; none: damping."""
+    use_eigenvalue_correction: bool | None = None
+    """Raise damped eigenvalues to at least the largest one / max_condition_number; none: true."""
+    max_condition_number: Annotated[float, msgspec.Meta(gt=1)] | None = None
+    """Bound κ of that; none: 1e6."""
+    min_layer_size: Count | None = None
+    """Layers with fewer inputs or outputs get an exact block or a diagonal; none: 1."""
+    weight_sharing: Literal["expand", "reduce"] | None = None
+    """Count every token as a sample, or combine the tokens of a window into one; none: "expand"."""
+    kfac_use_woodbury: bool | None = None
+    """Allow low-rank factors; none: true."""
+    kfac_big_threshold: Count | None = None
+    """Width of G from which kfac_policy = "hybrid" uses low rank; none: 4096."""
+    kfac_auto_rho: Positive | None = None
+    """Tokens relative to the width of G up to which kfac_policy = "auto" uses low rank; none: 1."""
+    kfac_auto_t_max: Count | None = None
+    """Maximum number of columns of a low-rank factor; none: 8192."""
+    kfac_eps: Positive | None = None
+    """First Cholesky jitter, relative to the mean diagonal; none: 1e-6."""
+    woodbury_dtype: Literal["fp16", "bf16", "fp32", "fp64"] | None = None
+    """Number format of stored factors; none: fp16, and fp64 for a run in fp64."""
+    woodbury_store_device: Literal["auto", "cuda", "cpu"] | None = None
+    """Device that stores factors; none: "auto", the model's up to half of its free memory."""
+    ekfac: bool | None = None
+    """Replace K-FAC's eigenvalues by second moments of per-window gradients; needs damping_mode = "joint"; none: false."""
+    one_sided: bool | None = None
+    """Store the wider factor of a layer as its diagonal; none: false."""
+    strict: bool | None = None
+    """Raise where an update is dropped, a factorisation falls back or a parameter gets no curvature; none: false."""
 
 
 @dataclass(frozen=True)
