@@ -347,7 +347,8 @@ def test_memory_in_the_line_is_in_megabytes(caplog: pytest.LogCaptureFixture) ->
 
 SUMMARY = re.compile(
     r"K-FAC update (\d+): (\d+) layers \((\d+) Woodbury, (\d+) eigendecomp\), (\d+) other blocks, "
-    r"update_freq=(\d+), damping=(.+), reduce=(\w+), world_size=(\d+)"
+    r"policy=(?:all|auto|hybrid|no low rank), update_freq=(\d+), damping=(.+), κ_max=(?:1e\+06|off), reduce=(\w+), "
+    r"world_size=(\d+)"
 )
 
 

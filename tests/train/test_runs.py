@@ -1,5 +1,6 @@
 """The same run on any number of processes, in any number of micro-batches."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -150,3 +151,16 @@ def test_a_profile_is_printed_at_the_end_and_changes_no_number(
         row = re.search(rf"^ *{phase}\b.* (\d+) +[\d,.]+ +[\d.]+", printed, re.M)
         assert row is not None and int(row[1]) >= (2 if phase == "evaluation" else 6), phase
     assert losses(tmp_path / "0") == losses(tmp_path / "1")
+
+
+@pytest.mark.parametrize(
+    "sections", [{"kfac": {"update_freq": 3}}, {"optimizer": {"kind": "kfac"}}], ids=["natural", "optimizer"]
+)
+def test_the_record_has_the_facts_of_the_last_refresh(sections: Any, tmp_path: Path) -> None:
+    run(small(tmp_path / "run", run={"steps": 7}, eval={"every": 100}, **sections))
+    found = json.loads((tmp_path / "run" / "record.json").read_text())["kfac"]
+    assert (found["steps"], found["refreshes"]) == (7, 3 if "kfac" in sections else 1)
+    assert found["options"]["max_condition_number"] == 1e6
+    for layer in found["layers"].values():
+        assert layer["T_kept"] > 0 and layer["lambda_G"] > 0
+        assert all(side["kappa"] >= 1 for side in layer["sides"].values())

@@ -184,15 +184,17 @@ def log_refresh(state: CurvatureState) -> None:
     if options.lambdas.A != options.lambdas.G:
         damping = f"{options.damping_mode} (λ_A={options.lambdas.A:.3g}, λ_G={options.lambdas.G:.3g})"
     logger.info(
-        "K-FAC update %d: %d layers (%d Woodbury, %d eigendecomp), %d other blocks, update_freq=%d, damping=%s, reduce=%s, "
-        "world_size=%d",
+        "K-FAC update %d: %d layers (%d Woodbury, %d eigendecomp), %d other blocks, policy=%s, update_freq=%d, damping=%s, "
+        "κ_max=%s, reduce=%s, world_size=%d",
         state.refreshes,
         len(blocks),
         woodbury,
         len(blocks) - woodbury,
         len(state.blocks) - len(blocks),
+        options.kfac_policy if options.low_rank else "no low rank",
         options.update_freq,
         damping,
+        "off" if options.max_condition is None else f"{options.max_condition:.3g}",
         options.kfac_distributed_reduce,
         state.world_size,
     )

@@ -374,6 +374,7 @@ class Trainer:
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def _leave(self, reason: str) -> Ended:
+        self.record.update(curvature=True)
         if self.saver.written != self.step:
             self._save_last()
         if lost := self.saver.lost(self.step):

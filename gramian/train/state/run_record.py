@@ -24,7 +24,8 @@ RAW = 'privacy.decisions = "raw": rollbacks, the end of the run and the best che
 class Record:
     """Writes record.json of one run: versions, machine, sizes and data, and for a private run whether the reported ε is valid.
 
-    It is written when the run begins, and again when ε is found invalid or when more is known about whose row is which.
+    It is written when the run begins, again when ε is found invalid or when more is known about whose row is which, and at the
+    end of a run with curvature, with the facts of K-FAC's last refresh.
     """
 
     def __init__(self, folder: Path, parts: Parts) -> None:
@@ -34,23 +35,28 @@ class Record:
         if parts.config.privacy is not None and parts.config.privacy.decisions == "raw":
             self.mark_not_valid(RAW)
         self._written: Any = ()
+        self._curvature: dict[str, Any] | None = None
 
     def mark_not_valid(self, reason: str) -> None:
         """Add a reason why the reported ε does not hold; the next `update` writes it to record.json."""
         if reason not in self.not_valid:
             self.not_valid.append(reason)
 
-    def update(self) -> None:
+    def update(self, curvature: bool = False) -> None:
         """Write record.json if it has changed: on rank 0, or on the process whose row proof has failed.
 
-        A row proof checks that each row of a layer's tensors depends on one sample only.
+        A row proof checks that each row of a layer's tensors depends on one sample only. With `curvature`, of all processes
+        together, "kfac" has options, counters and, per layer, λ, κ, tokens and clips (`KFACNaturalGradient.record`).
         """
+        kfac = self._parts.stepper.kfac
+        if curvature and kfac is not None and kfac.refreshes:
+            self._curvature = kfac.record()
         privacy, proof, failed = self._parts.stepper.privacy_record(), {}, None
         if privacy is not None:
             proof = privacy.pop("proof")
             if (failed := proof["releases not covered"]) is not None:
                 self.mark_not_valid(f"releases from {failed[0]} up to {failed[1]}: a repeated row proof failed")
-        known = (proof, [*self.not_valid])
+        known = (proof, [*self.not_valid], self._curvature and self._curvature["refreshes"])
         if known == self._written or not (failed or self._parts.grid.rank == 0):
             return
         record = _facts_of_run(self._parts)
@@ -63,6 +69,8 @@ class Record:
                 "epsilon_not_valid_because": self.not_valid,
                 "proof": {**proof, "not_covered_by_epsilon": ["samples", "runs"]},
             }
+        if self._curvature is not None:
+            record["kfac"] = self._curvature
         replace_text(self._path, json.dumps(record, indent=2) + "\n")
         self._written = known
 
