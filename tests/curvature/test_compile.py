@@ -20,7 +20,7 @@ def captured(model, call, tokens, **settings):
     ("length", "backend"),
     [
         pytest.param(5, "aot_eager", id="low rank", marks=pytest.mark.full),
-        pytest.param(40, "aot_eager", id="dense"),
+        pytest.param(40, "aot_eager", id="dense", marks=pytest.mark.full),
         pytest.param(40, "inductor", id="dense, inductor", marks=pytest.mark.full),
         pytest.param(5, "inductor", id="low rank, inductor", marks=pytest.mark.full),
     ],

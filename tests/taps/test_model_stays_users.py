@@ -209,7 +209,7 @@ def test_a_copy_made_inside_a_capture_can_be_captured_itself_after_and_meanwhile
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("how", ["pickle", "torch.save"])
+@pytest.mark.parametrize("how", ["pickle", pytest.param("torch.save", marks=pytest.mark.full)])
 def test_a_model_pickled_inside_a_capture_is_loaded_untapped(name: str, how: str) -> None:
     model, batch, loss = problem(CASES[name])
     before = _description(model)["keys"]

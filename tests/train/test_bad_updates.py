@@ -99,7 +99,12 @@ def test_nan_is_never_the_best(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "problem", [OSError(28, "No space left on device"), BrokenPipeError(), ValueError("closed")], ids=repr
+    "problem",
+    [
+        OSError(28, "No space left on device"),
+        *(pytest.param(e, marks=pytest.mark.full) for e in (BrokenPipeError(), ValueError("closed"))),
+    ],
+    ids=repr,
 )
 def test_a_terminal_that_fails_does_not_end_the_run(problem: Exception, tmp_path: Path) -> None:
     config = config_of(tmp_path / "run")

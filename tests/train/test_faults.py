@@ -150,6 +150,7 @@ def test_an_overflow_in_half_precision_skips_the_step_and_the_schedule_waits(tmp
     assert not events(config, "rollback")
 
 
+@pytest.mark.full
 def test_a_scale_that_falls_and_falls_is_rolled_back(tmp_path: Path) -> None:
     config = small(tmp_path / "run", run={"steps": 40}, **HALF)
 

@@ -67,7 +67,9 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["plain", "kfac", "dropout", "student", COMPILED])
+@pytest.mark.parametrize(
+    "kind", ["plain", "kfac", *(pytest.param(k, marks=pytest.mark.full) for k in ("dropout", "student")), COMPILED]
+)
 def test_the_run_is_the_same_with_and_without(kind: str, tmp_path: Path) -> None:
     make, more = student if kind == "student" else small, MORE.get(kind, {})
     configs = [make(tmp_path / str(n), run={"steps": 6, "observe_every": n, "log_every": 1}, **more) for n in (0, 2)]
@@ -82,7 +84,7 @@ def test_the_run_is_the_same_with_and_without(kind: str, tmp_path: Path) -> None
 
 
 @pytest.mark.xdist_group("processes")
-@pytest.mark.parametrize(("strategy", "micro_batch"), [("ddp", 1), ("fsdp2", 0)])
+@pytest.mark.parametrize(("strategy", "micro_batch"), [pytest.param("ddp", 1, marks=pytest.mark.full), ("fsdp2", 0)])
 def test_two_processes_measure_what_one_does(strategy: str, micro_batch: int, tmp_path: Path) -> None:
     """Of five windows, one at a time, the second process has two and a row that fills up."""
     told: dict[str, Any] = {

@@ -116,7 +116,7 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", [k if k == "private" else pytest.param(k, marks=pytest.mark.full) for k in RUNS])
 def test_a_run_holds_the_copies_of_its_plan(kind: str, tmp_path: Path) -> None:
     most, plan = held_by(0, 1, config_of(tmp_path / "run", **RUNS[kind]), "one")
     assert most == pytest.approx(plan.process, rel=TOLERANCE)
