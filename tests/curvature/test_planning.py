@@ -233,7 +233,13 @@ def test_an_exact_head_is_seen_with_its_logits_and_a_piece_beside_it(
 
 
 @pytest.mark.parametrize("share", [1.0, pytest.param(0.5, marks=pytest.mark.full)], ids=["unconstrained", "half"])
-@pytest.mark.parametrize("case, stored", [("gpt", "fp16"), ("tied", "fp32"), ("twice", "fp16")])
+@pytest.mark.parametrize(
+    "case, stored",
+    [
+        ("gpt", "fp16"),
+        *(pytest.param(*cell, marks=pytest.mark.full) for cell in (("tied", "fp32"), ("twice", "fp16"))),
+    ],
+)
 def test_averaging_and_its_use_take_no_more_than_planned(
     case: str, stored: str, share: float, marked: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

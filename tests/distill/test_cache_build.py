@@ -98,7 +98,7 @@ def stamps(folder: Path) -> dict[str, tuple[int, int]]:
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in found}
 
 
-@kinds
+@pytest.mark.parametrize("kind", [k if k == "topk" else pytest.param(k, marks=pytest.mark.full) for k in KINDS])
 def test_a_builder_killed_at_any_moment_loses_one_shard_and_the_next_goes_on(
     kind: str, finished: Callable[[str], dict[str, bytes]], tmp_path: Path
 ) -> None:

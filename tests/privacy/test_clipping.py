@@ -286,11 +286,7 @@ def _fresh_graphs() -> Iterator[None]:
 
 
 COMPILED = [(name, "aot_eager", storage) for name in FEW if name != "vit" for storage in ("auto", "keep")]
-COMPILED = (
-    [*COMPILED, ("tied_gpt", "aot_eager", "bookkeeping")]
-    if FULL
-    else [("mlp", "aot_eager", "auto"), ("mlp", "aot_eager", "keep")]
-)
+COMPILED = [*COMPILED, ("tied_gpt", "aot_eager", "bookkeeping")] if FULL else [("mlp", "aot_eager", "auto")]
 INDUCTOR = [("tied_gpt", "inductor", "bookkeeping")] * FULL
 INDUCTOR += [(name, "inductor", s) for name in ("mlp", "gpt", "reused") for s in ("auto", "keep", "bookkeeping")] * FULL
 

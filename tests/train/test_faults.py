@@ -297,7 +297,8 @@ def test_a_data_worker_that_dies_is_replaced(tmp_path: Path, sections: Any) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_run_after_its_step_and_a_resume_completes_it(sent: signal.Signals, tmp_path: Path) -> None:
     config = small(tmp_path / "run", run={"steps": 100_000}, eval={"every": 10_000})
     path = tmp_path / "run.toml"
