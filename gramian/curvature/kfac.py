@@ -106,8 +106,8 @@ class KFACNaturalGradient:
             strict: raise if a refresh is dropped, a factorisation falls back, or a trained parameter gets no curvature.
             ekfac: replace K-FAC's eigenvalues by second moments of per-sample gradients in its eigenbasis; needs
                 damping_mode="joint" and no memory_budget. See docs/concepts/ekfac.md.
-            one_sided: store the wider of A and G as its diagonal alone, both if they are equally wide in full: less time and
-                memory for layers that widen or narrow.
+            one_sided: store the wider of A and G as its diagonal; of equally wide ones both in full. Less time and memory for
+                layers that widen or narrow.
             memory_budget: limit on the bytes of curvature on any one device, an integer or "8GB"; None: no limit. See
                 docs/concepts/kfac_memory.md.
             process_group: the processes that share the data; None: at each capture those of DDP or FSDP2, else all.

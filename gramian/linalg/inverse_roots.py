@@ -21,7 +21,7 @@ CLOSE = 1e-3
 """The iteration ends when the smallest eigenvalue of S is at least 1 − this: M^(−1/4) is then right to a quarter of it."""
 
 SMALL = 2.0**-6
-"""Eigenvalues of S below this are kept by products with the rounding of float32's upper half alone."""
+"""While S may have eigenvalues below this, products need a rounding finer than TF32's 2⁻¹¹, which would destroy them."""
 
 
 def coefficients(smallest: float) -> Iterator[tuple[float, float, float]]:

@@ -106,11 +106,13 @@ class KFAC(Optimizer):
             one_sided=True,
             process_group=process_group,
         )
-        """The curvature inside: factors of the weight matrices that take whitened steps, and no others."""
+        """The curvature inside: factors of the weight matrices that take whitened steps, of no other parameter."""
         self._steps = WhitenedSteps(damping)
         self._chosen_for: tuple[str | None, set[str]] | None = None
         """(output layer, names of the parameters that may take whitened steps) for which layers were chosen."""
-        given = [p for p in model.parameters() if p.requires_grad] if params is None else params
+        if not any(p.requires_grad for p in model.parameters()):
+            raise GramianError("model: has no trained parameter; expected at least one with requires_grad=True")
+        given = [p for p in model.parameters() if p.requires_grad] if params is None else _listed(params)
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -122,6 +124,10 @@ class KFAC(Optimizer):
         }
         super().__init__(given, defaults)
         self._choose_layers()
+        if not self.kfac.state.only:
+            raise GramianError(
+                "model: has no trained linear or convolution layer for K-FAC; expected one, or torch.optim.AdamW instead"
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the model's parameters; those that do not train are left out."""
@@ -141,7 +147,7 @@ class KFAC(Optimizer):
     def capture(self, **arguments: Any) -> KFACCapture | IdleCapture:
         """The context around forward and backward of a step: `KFACNaturalGradient.capture` of the model, with its arguments.
 
-        It refreshes the factors every `update_freq` steps and does nothing in the others.
+        It refreshes the factors once in `update_freq` steps; in all other steps it does nothing.
         """
         self._choose_layers()
         return self.kfac.capture(self._model, **arguments)
@@ -189,14 +195,16 @@ class KFAC(Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned; a GramianError, and nothing changed, if the factors do not fit the model."""
-        if "kfac" not in state_dict:
-            raise GramianError('state_dict: has no "kfac"; expected the state of a gramian.optim.KFAC')
+        for key in ("kfac", "state", "param_groups"):
+            if key not in state_dict:
+                raise GramianError(f'state_dict: has no "{key}"; expected the state of a gramian.optim.KFAC')
+        saved = [len(group["params"]) for group in state_dict["param_groups"]]
+        here = [len(group["params"]) for group in self.param_groups]
+        if saved != here:
+            raise GramianError(f"state_dict: has groups of {saved} parameters; expected {here}, as the optimizer has")
         self.kfac.load_state_dict(state_dict["kfac"], self._model)
-        given = list(state_dict["param_groups"])
-        if len(given) == len(
-            self.param_groups
-        ):  # where steps are counted follows from this device, not from the saved one
-            given = [{**old, "fused": new["fused"]} for old, new in zip(given, self.param_groups, strict=True)]
+        groups = zip(state_dict["param_groups"], self.param_groups, strict=True)
+        given = [{**old, "fused": new["fused"]} for old, new in groups]  # as this device, not the saved one, has it
         super().load_state_dict({"state": state_dict["state"], "param_groups": given})
 
     def _refuse_other_parameters(self) -> None:
@@ -205,7 +213,7 @@ class KFAC(Optimizer):
             return
         if any(id(p) not in self._names for p in unwrap(self._model).parameters()):
             raise GramianError(
-                "model: its parameters are others than when the optimizer was created; expected fully_shard, or whatever "
+                "model: its parameters were replaced after the optimizer was created; expected fully_shard, or whatever "
                 "replaced them, before gramian.optim.KFAC(model)"
             )
 
@@ -289,6 +297,18 @@ class KFAC(Optimizer):
                 eps=group["eps"],
                 maximize=False,
             )
+
+
+def _listed(params: Any) -> list[Any]:
+    """The argument `params` as a list of parameters or of groups; a GramianError for anything else."""
+    found = list(params) if isinstance(params, Iterable) and not isinstance(params, Tensor | dict | str) else []
+    groups = all(isinstance(one, dict) and "params" in one for one in found)
+    if not found or not (groups or all(isinstance(one, Tensor) for one in found)):
+        raise GramianError(
+            'params: expected parameters of the model, or dicts with the key "params", at least one; '
+            f"got {type(params).__name__}"
+        )
+    return found
 
 
 def _check_options(group: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from gramian.curvature.apply.natural_gradient import ready_natural_gradient
 from gramian.curvature.blocks.consistency import unique_parameters
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.persist import curvature_record
+from gramian.optim.kfac_optimizer import KFAC
 from gramian.taps.model.user_names import unwrap
 
 KL_CLIP = 1e-3
@@ -53,11 +54,13 @@ def precondition(
         The optimizer.
 
     Raises:
-        GramianError: if the optimizer is preconditioned already or its step requires a closure (LBFGS), if kl_clip is not above
-            0, or for an argument of another type.
+        GramianError: if the optimizer is preconditioned already, is a `KFAC` or its step requires a closure (LBFGS), if kl_clip
+            is not above 0, or for an argument of another type.
     """
     if not isinstance(optimizer, Optimizer):
         raise GramianError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, KFAC):
+        raise GramianError("optimizer: gramian.optim.KFAC brings its own curvature; expected SGD, AdamW or another one")
     if _needs_closure(optimizer):
         raise GramianError(
             f"optimizer: {type(optimizer).__name__} computes gradients itself, in a closure, after they were to be "

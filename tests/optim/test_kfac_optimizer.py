@@ -267,7 +267,7 @@ def test_parameters_that_were_replaced_behind_the_optimizer_are_refused() -> Non
     for layer in (model.table, model.norm, model.up, model.same, model.also, model.turned, model.head):
         for name, p in list(layer.named_parameters()):
             setattr(layer, name, nn.Parameter(p.detach().clone()))
-    with refused("model: its parameters are others than when the optimizer was created; expected fully_shard"):
+    with refused("model: its parameters were replaced after the optimizer was created; expected fully_shard"):
         stepped(optimizer, model, batch_of("words", 0))
 
 
@@ -280,6 +280,9 @@ def test_parameters_that_were_replaced_behind_the_optimizer_are_refused() -> Non
         ({"damping": 0.0}, "damping: expected a number above 0, got 0.0"),
         ({"update_freq": 0}, "update_freq: expected an integer of at least 1, got 0"),
         ({"params": [nn.Parameter(torch.ones(2, 3))]}, "params: one of shape [2, 3] is not a parameter of the model"),
+        ({"params": []}, 'params: expected parameters of the model, or dicts with the key "params"'),
+        ({"params": 7}, 'params: expected parameters of the model, or dicts with the key "params"'),
+        ({"params": [{"lr": 1.0}]}, 'params: expected parameters of the model, or dicts with the key "params"'),
         ({"params": [{"params": [], "kfac": "no"}]}, "kfac: expected True or False, got 'no'"),
     ],
 )
@@ -292,6 +295,34 @@ def test_a_state_without_factors_is_refused() -> None:
     model = model_of("words")
     with refused('state_dict: has no "kfac"; expected the state of a gramian.optim.KFAC'):
         gramian.optim.KFAC(model).load_state_dict(torch.optim.SGD(model.parameters(), lr=1.0).state_dict())
+
+
+def test_a_state_of_other_groups_is_refused_and_nothing_is_half_loaded() -> None:
+    model = model_of("words")
+    optimizer = gramian.optim.KFAC(model)
+    stepped(optimizer, model, batch_of("words", 0))
+    other = gramian.optim.KFAC(model_of("words"))
+    for state, text in (
+        ({"kfac": optimizer.kfac.state_dict()}, 'state_dict: has no "state"'),
+        ({**optimizer.state_dict(), "param_groups": [{"params": [0]}]}, "state_dict: has groups of [1] parameters"),
+    ):
+        with refused(text):
+            other.load_state_dict(state)
+        assert not other.kfac.kfac_factors and not other.state
+
+
+@pytest.mark.parametrize(
+    "model", [nn.Embedding(7, 7), nn.Sequential(nn.LayerNorm(3)), nn.Linear(2, 2).requires_grad_(False)], ids=str
+)
+def test_a_model_without_a_matrix_is_refused(model: nn.Module) -> None:
+    with refused("model: has no trained "):
+        gramian.optim.KFAC(model)
+
+
+def test_precondition_refuses_it() -> None:
+    model = model_of("words")
+    with refused("optimizer: gramian.optim.KFAC brings its own curvature"):
+        gramian.precondition(gramian.optim.KFAC(model), model, gramian.KFACNaturalGradient())
 
 
 def test_make_private_refuses_it() -> None:
