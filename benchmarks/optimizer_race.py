@@ -1,10 +1,11 @@
 """`gramian.optim.KFAC` beside tuned AdamW, Muon, SOAP, Shampoo and SGD: steps and seconds to a loss, in one harness.
 
-Problem "bytes": GPT of 6 layers of width 384 on the embedded corpus, 64 × 256 bytes a step, float32 weights, bf16 autocast.
-Every optimizer is tuned over learning rate and its second moment (or momentum) in runs of 800 steps with linear warm-up and a
-cosine to zero; then the best of each runs on three seeds, and with fewer steps, each schedule ending at its own last step: how
-many it needs for AdamW's loss. Seconds are of training alone, after one untimed run of 40 steps. Needs a GPU; SOAP and Shampoo
-need the package pytorch_optimizer, and are left out without it.
+The problems are those of `optimizer_problems`; float32 weights, bf16 autocast, linear warm-up and a cosine to zero that ends at
+the run's own last step. On "bytes", where KFAC's recipe was searched, all are tuned over learning rate, second moment (or
+momentum) and warm-up. On the other problems KFAC runs with its defaults, untuned, and all others are tuned again. Then the
+best of each runs on three seeds, and KFAC and Muon with fewer steps: how many they need for AdamW's loss. Seconds are of
+training alone, after untimed steps that compile the model, which is compiled for every optimizer. Needs a GPU; SOAP and Shampoo
+need the package pytorch_optimizer.
 """
 
 import argparse
@@ -15,17 +16,15 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import gramian
-from benchmarks._timing import write
-from benchmarks.optimizer_recipes import BATCH, LENGTH, batches, held_out, loss_of
-from gramian.data import load_windows
-from gramian.data.options import DataSection
-from gramian.models.gpt import GPT, GPTConfig
+from benchmarks._timing import RESULTS, write
+from benchmarks.optimizer_problems import Problem, load
 
 
 @dataclass(frozen=True)
@@ -35,28 +34,77 @@ class Trial:
     optimizer: str
     lr: float
     beta: float
-    """β₂ of AdamW and SOAP; momentum of Muon, KFAC and SGD."""
+    """β₂ of AdamW and SOAP; momentum of Muon, KFAC, Shampoo and SGD."""
     rest: float = 0.0
     """Learning rate of embeddings, head and vectors where the optimizer is for matrices; KFAC has its own rule."""
-    steps: int = 800
+    steps: int = 0
+    """0: as many as the problem's tuning runs have."""
     warmup: int = 40
     seed: int = 0
+    compiled: bool = True
+    problem: str = ""
 
 
-GRIDS = {
-    "adamw": [Trial("adamw", lr, beta) for beta in (0.95, 0.99) for lr in (7e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3)],
+KFAC = Trial("kfac", 2.8e-3, 0.9)
+"""The defaults."""
+GRIDS: dict[str, dict[str, list[Trial]]] = {
+    "bytes": {
+        "kfac": [
+            *(Trial("kfac", lr, 0.9) for lr in (1e-3, 1.4e-3, 2e-3, 2.8e-3, 4e-3)),
+            *(Trial("kfac", lr, 0.95) for lr in (1.4e-3, 2e-3, 2.8e-3)),
+            Trial("kfac", 2.8e-3, 0.85),
+            *(Trial("kfac", 2.8e-3, 0.9, warmup=warmup) for warmup in (20, 80)),
+        ],
+        "adamw": [
+            *(Trial("adamw", lr, beta) for beta in (0.95, 0.99) for lr in (7e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3)),
+            *(Trial("adamw", lr, 0.9) for lr in (1.4e-3, 2e-3, 2.8e-3)),
+            *(Trial("adamw", 2e-3, 0.95, warmup=warmup) for warmup in (20, 80, 160)),
+        ],
+        "muon": [
+            *(Trial("muon", lr, 0.95, rest) for lr in (4e-3, 8e-3, 1.6e-2) for rest in (1e-3, 2e-3)),
+            *(Trial("muon", lr, 0.9, 2e-3) for lr in (4e-3, 8e-3, 1.6e-2)),
+            *(Trial("muon", 8e-3, beta, 4e-3) for beta in (0.85, 0.9)),
+            Trial("muon", 8e-3, 0.85, 2e-3),
+            *(Trial("muon", 8e-3, 0.9, 2e-3, warmup=warmup) for warmup in (20, 80)),
+        ],
+        "soap": [
+            *(Trial("soap", lr, 0.95) for lr in (1e-3, 2e-3, 4e-3, 8e-3)),
+            *(Trial("soap", 4e-3, beta) for beta in (0.9, 0.98)),
+            *(Trial("soap", 4e-3, 0.95, warmup=warmup) for warmup in (20, 80)),
+        ],
+        "shampoo": [
+            *(Trial("shampoo", lr, 0.9) for lr in (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)),
+            *(Trial("shampoo", lr, 0.95) for lr in (1e-3, 3e-3, 1e-2)),
+        ],
+        "sgd": [
+            *(Trial("sgd", lr, 0.9) for lr in (0.1, 0.3, 1.0, 3.0)),
+            *(Trial("sgd", lr, 0.98) for lr in (0.03, 0.1, 0.3, 1.0)),
+        ],
+    },
+    "bpe": {
+        "kfac": [KFAC],
+        "adamw": [
+            *(Trial("adamw", lr, 0.95) for lr in (7e-4, 1.4e-3, 2.8e-3, 5.6e-3)),
+            *(Trial("adamw", lr, 0.99) for lr in (1.4e-3, 2.8e-3)),
+            *(Trial("adamw", 1.4e-3, 0.95, warmup=warmup) for warmup in (80, 160)),
+        ],
+        "muon": [
+            *(Trial("muon", lr, 0.9, rest) for lr in (4e-3, 8e-3, 1.6e-2) for rest in (2e-3, 4e-3)),
+            *(Trial("muon", 8e-3, beta, 4e-3) for beta in (0.85, 0.95)),
+        ],
+    },
+}
+IMAGES: dict[str, list[Trial]] = {
+    "kfac": [KFAC],
+    "adamw": [Trial("adamw", lr, beta) for beta in (0.95, 0.99) for lr in (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)],
     "muon": [
-        *(Trial("muon", lr, 0.95, rest) for lr in (4e-3, 8e-3, 1.6e-2) for rest in (1e-3, 2e-3)),
-        *(Trial("muon", lr, 0.9, 2e-3) for lr in (4e-3, 8e-3, 1.6e-2)),
-    ],
-    "kfac": [
-        *(Trial("kfac", lr, 0.9) for lr in (1e-3, 1.4e-3, 2e-3, 2.8e-3, 4e-3)),
-        *(Trial("kfac", lr, 0.95) for lr in (1.4e-3, 2e-3, 2.8e-3)),
+        Trial("muon", lr, beta, rest) for beta in (0.9, 0.95) for lr in (4e-3, 8e-3, 1.6e-2) for rest in (1e-3, 4e-3)
     ],
     "soap": [Trial("soap", lr, beta) for beta in (0.95, 0.99) for lr in (1e-3, 2e-3, 4e-3, 8e-3)],
     "shampoo": [Trial("shampoo", lr, beta) for beta in (0.9, 0.95) for lr in (1e-3, 3e-3, 1e-2, 3e-2)],
-    "sgd": [Trial("sgd", lr, beta) for beta in (0.9, 0.98) for lr in (0.03, 0.1, 0.3, 1.0)],
+    "sgd": [Trial("sgd", lr, beta) for beta in (0.9, 0.98) for lr in (0.01, 0.03, 0.1, 0.3)],
 }
+GRIDS |= {"autoencoder": IMAGES, "cnn": IMAGES}
 
 
 @dataclass
@@ -68,9 +116,11 @@ class Stepping:
     clipped: list[nn.Parameter]
 
 
-def stepping(model: nn.Module, trial: Trial) -> Stepping:
+def stepping(problem: Problem, model: nn.Module, trial: Trial) -> Stepping:
     """Build the optimizers of a trial: decay 0.1 for matrices, none for vectors, fused where torch has that."""
-    hidden = [p for n, p in model.named_parameters() if n.startswith("blocks") and p.dim() == 2]
+    hidden = problem.hidden(model)
+    if trial.optimizer == "muon":
+        hidden = [p for p in hidden if p.dim() == 2]  # torch's Muon takes no others
     mine = {id(p) for p in hidden} if trial.optimizer in ("muon", "kfac") else set()
     rest = [p for p in model.parameters() if id(p) not in mine]
 
@@ -81,7 +131,7 @@ def stepping(model: nn.Module, trial: Trial) -> Stepping:
     nothing = contextlib.nullcontext
     if trial.optimizer == "kfac":
         own = gramian.optim.KFAC(model, lr=trial.lr, momentum=trial.beta)
-        return Stepping([own], lambda: own.capture(num_terms=BATCH * LENGTH), rest)
+        return Stepping([own], lambda: own.capture(num_terms=problem.terms, head=problem.head), rest)
     if trial.optimizer == "sgd":
         sgd = torch.optim.SGD(groups(rest), lr=trial.lr, momentum=trial.beta, nesterov=True, fused=True)
         return Stepping([sgd], nothing, rest)
@@ -106,11 +156,14 @@ def stepping(model: nn.Module, trial: Trial) -> Stepping:
     return Stepping([muon, adamw], nothing, rest)
 
 
-def train(trial: Trial, training: Tensor, validation: Tensor) -> dict[str, Any]:
+def train(problem: Problem, trial: Trial) -> dict[str, Any]:
     """Train one model; returns the trial with its held-out losses and the seconds of training without evaluations."""
+    trial = replace(trial, steps=trial.steps or problem.steps, problem=problem.name)
     torch.manual_seed(trial.seed)
-    model = GPT(GPTConfig(vocabulary=257, context=LENGTH, layers=6, width=384, heads=6)).to("cuda")
-    run, source = stepping(model, trial), batches(training, 1 + trial.seed)
+    model = problem.model()
+    if trial.compiled:
+        model.compile()
+    run, source = stepping(problem, model, trial), problem.batches(1 + trial.seed)
     first = [[group["lr"] for group in optimizer.param_groups] for optimizer in run.optimizers]
     curve: dict[int, float] = {}
     aside, begun = 0.0, _now()
@@ -121,14 +174,14 @@ def train(trial: Trial, training: Tensor, validation: Tensor) -> dict[str, Any]:
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor
         with run.capture():
-            loss_of(model, next(source)).backward()
+            problem.loss(model, next(source)).backward()
         nn.utils.clip_grad_norm_(run.clipped, 1.0)
         for optimizer in run.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if (step + 1) % 100 == 0 or step + 1 == trial.steps:
             before = _now()
-            curve[step + 1] = held_out(model, validation)
+            curve[step + 1] = problem.held_out(model)
             aside += _now() - before
     return {**asdict(trial), "loss": curve[trial.steps], "curve": curve, "seconds": _now() - begun - aside}
 
@@ -141,30 +194,32 @@ def _now() -> float:
 def main() -> None:
     """Tune the optimizers that are named, or run the best of each on more seeds and with fewer steps."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tune", nargs="*", default=[], choices=list(GRIDS), help="optimizers to tune")
+    parser.add_argument("--problem", default="bytes", choices=list(GRIDS))
+    parser.add_argument("--data", type=Path, help="the problem's file or folder")
+    parser.add_argument("--tune", nargs="*", default=[], help="optimizers to tune")
     parser.add_argument("--seeds", type=int, default=0, help="how many seeds of the best trial of each tuned optimizer")
     parser.add_argument("--steps", nargs="*", type=int, default=[], help="also runs of so many steps of KFAC and Muon")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further run begins")
     options, begun = parser.parse_args(), time.perf_counter()
-    windows = load_windows(DataSection(limit_bytes=16_000_000, length=LENGTH))
-    streams = [torch.from_numpy(w.stream.read(0, len(w.stream))).to("cuda", torch.int16) for w in windows]
-    path, rows = None, _known()
+    problem, grid = load(options.problem, options.data), GRIDS[options.problem]
+    rows = _known()
     done = {_key(row) for row in rows}
-    train(Trial("adamw", 1e-3, 0.95, steps=40), *streams)
+    for name in {"adamw", *options.tune}:  # compiles what is timed later
+        train(problem, replace(grid[name][0], steps=45))
 
     def go(trial: Trial) -> None:
-        nonlocal path
+        trial = replace(trial, steps=trial.steps or problem.steps, problem=problem.name)
         if _key(asdict(trial)) in done or time.perf_counter() - begun > options.limit:
             return
-        rows.append(train(trial, *streams))
+        rows.append(train(problem, trial))
         done.add(_key(rows[-1]))
         print(json.dumps({key: value for key, value in rows[-1].items() if key != "curve"}), flush=True)
-        path = write("optimizer_race", rows)
+        write("optimizer_race", rows)
 
     for name in options.tune:
-        for trial in GRIDS[name]:
+        for trial in grid[name]:
             go(trial)
-    best = {name: _best(rows, name) for name in GRIDS if any(row["optimizer"] == name for row in rows)}
+    best = {name: found for name in grid if (found := _best(rows, problem, name))}
     for seed in range(options.seeds):
         for trial in best.values():
             go(replace(trial, seed=seed))
@@ -173,28 +228,34 @@ def main() -> None:
             for seed in range(max(1, options.seeds)):
                 go(replace(best[name], steps=steps, seed=seed))
     for name, trial in best.items():
-        losses = [r["loss"] for r in rows if _key({**r, "seed": 0}) == _key(asdict(trial))]
-        print(name, trial, f"{statistics.mean(losses):.4f}", [round(loss, 4) for loss in losses])
-    print(path)
+        same = [row for row in rows if _key({**row, "seed": 0}) == _key(asdict(trial))]
+        losses = [round(row["loss"], 4) for row in same]
+        print(name, trial, f"{statistics.mean(losses):.4f}", losses, statistics.median(row["seconds"] for row in same))
+    print(problem.facts)
 
 
 def _known() -> list[dict[str, Any]]:
     """The rows that were written before."""
-    from benchmarks._timing import RESULTS
-
     file = RESULTS / "optimizer_race.json"
     return list(json.loads(file.read_text())["results"]) if file.exists() else []
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[key] for key in ("optimizer", "lr", "beta", "rest", "steps", "warmup", "seed"))
+    return tuple(value for key, value in sorted(row.items()) if key not in ("loss", "curve", "seconds"))
 
 
-def _best(rows: list[dict[str, Any]], name: str) -> Trial:
-    """The trial of 800 steps and seed 0 with the lowest loss."""
-    own = [row for row in rows if (row["optimizer"], row["steps"], row["seed"]) == (name, 800, 0)]
+def _best(rows: list[dict[str, Any]], problem: Problem, name: str) -> Trial | None:
+    """The compiled tuning trial of seed 0 with the lowest loss; for KFAC its defaults."""
+    if name == "kfac":
+        return replace(KFAC, steps=problem.steps, problem=problem.name)
+    wanted = (name, problem.name, problem.steps, 0)
+    own = [r for r in rows if (r["optimizer"], r["problem"], r["steps"], r["seed"]) == wanted]
+    if not own:
+        return None
     found = min(own, key=lambda row: row["loss"] if math.isfinite(row["loss"]) else math.inf)
-    return Trial(*(found[key] for key in ("optimizer", "lr", "beta", "rest", "steps", "warmup", "seed")))
+    return replace(
+        Trial(**{key: value for key, value in found.items() if key not in ("loss", "curve", "seconds")}), compiled=True
+    )
 
 
 if __name__ == "__main__":
