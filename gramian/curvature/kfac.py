@@ -8,7 +8,7 @@ F vec(Y) = vec(G Y A) for Y of the weight's shape [o, m]: two small matrices in 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,21 +19,22 @@ from gramian.curvature.apply.apply_factors import inner
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.consistency import check_number, module_of
 from gramian.curvature.blocks.output_head import known_head
-from gramian.curvature.estimate import open_capture
+from gramian.curvature.estimate import fit_batches, open_capture, second_pass
 from gramian.curvature.estimate.fisher_labels import LabelArguments
 from gramian.curvature.estimate.kfac_capture import IdleCapture, KFACCapture, LossArguments
+from gramian.curvature.estimate.second_pass import CorrectionCapture
 from gramian.curvature.memory.curvature_plan import CurvaturePlan
 from gramian.curvature.memory.plan_curvature import plan_curvature
-from gramian.curvature.options import Options, check_count
-from gramian.curvature.persist import curvature_record, factor_file, factor_folder
-from gramian.curvature.refresh import refresh_schedule
-from gramian.curvature.spectrum import capacity
+from gramian.curvature.options import Options
+from gramian.curvature.persist import curvature_record
+from gramian.curvature.persist.saved_factors import SavedFactors
+from gramian.curvature.spectrum.fisher_spectrum import FisherSpectrum
 from gramian.curvature.state import CurvatureState
 from gramian.taps.coverage import Coverage
 from gramian.taps.model.user_names import unwrap
 
 
-class KFACNaturalGradient:
+class KFACNaturalGradient(SavedFactors, FisherSpectrum):
     """K-FAC curvature of one model, its natural gradients and Fisher-vector products.
 
     ```python
@@ -105,7 +106,7 @@ class KFACNaturalGradient:
             seed: seed of token subsets and drawn labels.
             strict: raise if a refresh is dropped, a factorisation falls back, or a trained parameter gets no curvature.
             ekfac: replace K-FAC's eigenvalues by second moments of per-sample gradients in its eigenbasis; needs
-                damping_mode="joint" and no memory_budget. See docs/concepts/ekfac.md.
+                damping_mode="joint". See docs/concepts/ekfac.md.
             one_sided: store the wider of A and G as its diagonal; of equally wide ones both in full. Less time and memory for
                 layers that widen or narrow.
             memory_budget: limit on the bytes of curvature on any one device, an integer or "8GB"; None: no limit. See
@@ -159,6 +160,7 @@ class KFACNaturalGradient:
         sample_ids: Tensor | None = None,
         head: str | None = None,
         force: bool = False,
+        correct: bool = True,
     ) -> KFACCapture | IdleCapture:
         """A context that estimates the Fisher from the user's own backward inside it, and makes new factors at its end.
 
@@ -173,12 +175,13 @@ class KFACNaturalGradient:
                 sample of process r of W is i·W + r.
             head: name of the layer whose outputs are the logits; None: as the model states it, or found in its forward.
             force: refresh at once, whatever `update_freq` says; on all processes or none.
+            correct: with the option `ekfac`, store the tokens and measure its eigenvalues too; False: leave them to `correct`.
 
         Returns:
             A context; call `cap.next(...)` in it before each further forward and backward. Without a refresh it does nothing.
         """
         loss = LossArguments(loss_reduction, num_terms, token_weights, loss_scale, batch_size, sample_ids)
-        return open_capture.capture(self.state, model, loss, head, force)
+        return open_capture.capture(self.state, model, loss, head, force, correct)
 
     def collect_kfac_factors(
         self,
@@ -213,6 +216,58 @@ class KFACNaturalGradient:
         labels = LabelArguments(fisher_type, n_samples, generator, sample_ids, causal_shift)
         open_capture.collect(self.state, model, batch, labels, head, force)
         return self.kfac_factors
+
+    def fit(
+        self,
+        model: nn.Module,
+        batches: Iterable[Any],
+        fisher_type: str = "empirical",
+        *,
+        n_samples: int = 1,
+        generator: torch.Generator | None = None,
+        sample_ids: Iterable[Tensor] | None = None,
+        causal_shift: bool | None = None,
+        head: str | None = None,
+        progress: Callable[[str, int], Any] | None = None,
+    ) -> dict[str, Block]:
+        """Make the factors of any number of batches in one pass over them, with `ekfac` in two; no token is stored between.
+
+        Args:
+            model: a model that returns logits, alone or as `.logits`.
+            batches: an iterable (a list, a DataLoader) of batches as `collect_kfac_factors` takes them; `ekfac` reads it twice.
+            fisher_type: "empirical", "mc" (labels drawn from the model) or "true" (the head exactly, the rest "mc").
+            n_samples: number of draws of labels, a pass over the batch for each; not used for "empirical".
+            generator: source of the draws' seed; None: the object's own.
+            sample_ids: for each batch global sample ids [B], from which draws and token subsets are derived; None: i·W + r for
+                the i-th sample of all batches of process r of W.
+            causal_shift: whether position t predicts label t+1; None: as Hugging Face does for this model.
+            head: name of the layer whose outputs are the logits; None: as the model states it, or found in its forward.
+            progress: called after each batch with "factors" or "eigenvalues", and the number of batches so far.
+
+        Returns:
+            `kfac_factors`. Gradients, mode and random state of the model are preserved.
+        """
+        labels = LabelArguments(fisher_type, n_samples, generator, None, causal_shift)
+        fit_batches.fit(self.state, model, batches, sample_ids, labels, head, progress)
+        return self.kfac_factors
+
+    def correct(
+        self,
+        model: nn.Module,
+        *,
+        loss_reduction: str | float = "mean",
+        num_terms: float | None = None,
+        token_weights: Tensor | None = None,
+        loss_scale: float | torch.amp.GradScaler = 1.0,
+        batch_size: int | None = None,
+    ) -> CorrectionCapture:
+        """A context that measures EK-FAC's eigenvalues of the present factors from the user's own backwards inside it.
+
+        The arguments are those of `capture`, and `cap.next(...)` comes before each further backward. Tokens are not stored, so
+        any number of backwards takes the memory of one. Entering and leaving are collective.
+        """
+        loss = LossArguments(loss_reduction, num_terms, token_weights, loss_scale, batch_size)
+        return second_pass.open_correction(self.state, model, loss)
 
     # ---- use -------------------------------------------------------------------------------------------------------
 
@@ -277,48 +332,6 @@ class KFACNaturalGradient:
         """A JSON-able dict of the computation: options, versions, seeds, and every layer's estimate, damping and clip."""
         return curvature_record.record(self.state)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Factors, counters and options as a dict of tensors and plain values; sharded rows are gathered (collective)."""
-        return factor_file.state_dict(self.state)
-
-    def load_state_dict(self, saved: Mapping[str, Any], model: nn.Module | None = None) -> None:
-        """Replace factors and counters by saved ones; if they do not fit the model, raise a GramianError and change nothing.
-
-        Args:
-            saved: a value of `state_dict`.
-            model: the model to check the factors against; None: it is checked when they are used. Processes that share a
-                model and shard rows (`"gram"`) must all pass it: each then stores its own rows alone, as after a refresh.
-        """
-        exchange = None
-        if model is not None and self.options.kfac_distributed_reduce == "gram":
-            exchange = refresh_schedule.model_exchange(self.state, model)
-        factor_file.load(self.state, saved, None if model is None else unwrap(model), exchange)
-
-    def save(self, path: str) -> None:
-        """Write the value of `state_dict` into one safetensors file."""
-        factor_file.save(self.state, path)
-
-    def load(self, path: str, model: nn.Module | None = None) -> None:
-        """Replace factors and counters by those of a file that `save` wrote; `model`, if given, is checked against them."""
-        self.load_state_dict(factor_file.read(path), model)
-
-    def save_sharded(self, folder: str) -> None:
-        """Write factors, counters and options into a new shared folder, each process its own rows of factors. Collective.
-
-        No factor is gathered, and any number of processes can load the folder.
-        """
-        factor_folder.save(self.state, folder, self.state.exchange or refresh_schedule.default_exchange(self.state))
-
-    def load_sharded(self, folder: str, model: nn.Module | None = None) -> None:
-        """Replace factors and counters by those of a folder that `save_sharded` wrote, on any number of processes. Collective.
-
-        `model`, if given, is checked against the factors; the processes that share it shard the rows as in a refresh.
-        """
-        if model is None:
-            factor_folder.load(self.state, folder, None, refresh_schedule.default_exchange(self.state))
-        else:
-            factor_folder.load(self.state, folder, unwrap(model), refresh_schedule.model_exchange(self.state, model))
-
     def plan(
         self,
         model: nn.Module,
@@ -370,30 +383,3 @@ class KFACNaturalGradient:
             world_size=world_size,
             only=self.state.only,
         )
-
-    # ---- spectra ---------------------------------------------------------------------------------------------------
-
-    def compute_capacity_metrics(self, damping: float | None = None, n: float | None = None) -> dict[str, Any]:
-        """Capacity metrics (docs/concepts/capacity.md) of every layer and of the model, from the Fisher's spectrum. Collective.
-
-        Args:
-            damping: λ of log_det, effective_dimension and condition_number, which are those of F + λI whatever `damping_mode`
-                is; None: the option `damping`, or under "joint" `damping_A` if given. All else is undamped and unclipped.
-            n: number of samples, for the heuristic pac_bayes = √(trace/n); None: without it.
-
-        Returns:
-            {"layers": {name: {metric: value}}, "model": {the same, and "coverage": shares of the trained parameters}}; where A
-            or G is too wide for a dense matrix, metrics are estimates, and an entry "error" has {metric: error bound}.
-        """
-        damping = self.options.joint_lambda if damping is None else damping
-        for name, value in {"damping": damping, "n": 1 if n is None else n}.items():
-            check_number(name, value, "positive")
-        self.state.require_factors()
-        coverage = capacity.coverage_of(self.state.specs, self.state.blocks, self.state.parameters_outside_blocks())
-        return capacity.capacity_metrics(self.state.blocks, float(damping), n, coverage, self.state.exchange)
-
-    def top_eigenvalues(self, k: int = 20) -> Tensor:
-        """The k largest eigenvalues of the estimated Fisher, undamped and unclipped: [k], descending, float64. Collective."""
-        check_count("k", k)
-        self.state.require_factors()
-        return capacity.top_eigenvalues(self.state.blocks, k, self.state.exchange)

@@ -96,10 +96,6 @@ class Options:
             raise GramianError(
                 f'damping_mode: is "{self.damping_mode}", but ekfac=True has eigenvalues of the product alone; expected "joint"'
             )
-        if self.ekfac and self.memory_budget is not None:
-            raise GramianError(
-                "memory_budget: ekfac=True keeps every token until a refresh is over; expected one of the two"
-            )
 
     def _check_damping(self) -> None:
         given = [name for name in ("damping_A", "damping_G") if getattr(self, name) is not None]

@@ -16,6 +16,7 @@ from gramian.curvature.apply.ready_operators import ReadyOperators
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.block_specs import Spec, find_blocks
 from gramian.curvature.blocks.consistency import check_spec, unique_parameters
+from gramian.curvature.blocks.eigenvalue_correction import Correction
 from gramian.curvature.options import Options
 from gramian.curvature.refresh.shared_factorisation import SharedFactorisation
 from gramian.parallel.exchange import Exchange
@@ -36,6 +37,8 @@ class CurvatureState:
     """{block name: its parameters, shapes and kind} for the captured model."""
     blocks: dict[str, Block] = field(default_factory=dict)
     """{block name: `Block` with its factors}; blocks that no captured data has reached are missing."""
+    earlier: dict[str, Correction] = field(default_factory=dict)
+    """{block: EK-FAC's eigenvalues before the last refresh}, which those of a second pass are averaged with."""
     only: frozenset[str] | None = None
     """Names of parameters: blocks of other parameters are left out. None: all blocks are estimated."""
     head: str | None = None
@@ -125,6 +128,16 @@ class CurvatureState:
                     "expected the captured model, or a new object"
                 )
         return specs
+
+    def factors_now(self) -> dict[str, Any]:
+        """{attribute: value} of the factors and of the counters that go with them, to take them back by `restore_factors`."""
+        names = ("blocks", "earlier", "head", "factorisations", "refreshes", "last_refresh")
+        return {name: getattr(self, name) for name in names}
+
+    def restore_factors(self, before: dict[str, Any]) -> None:
+        """Take back the factors that `factors_now` returned, as if there had been no refresh since."""
+        for name, value in before.items():
+            setattr(self, name, value)
 
     def parameters_outside_blocks(self) -> dict[str, int]:
         """{trainable parameter of the captured model that no block contains: its number of elements}."""

@@ -237,7 +237,6 @@ def test_a_sample_outside_the_subset_that_is_not_finite_drops_the_refresh() -> N
     [
         ({"damping_mode": "pi"}, "damping_mode"),
         ({"damping_mode": "factored"}, "damping_mode"),
-        ({"damping_mode": "joint", "memory_budget": "1GB"}, "memory_budget"),
     ],
 )
 def test_what_it_cannot_do_is_refused_by_name(options: dict[str, Any], field: str) -> None:
@@ -310,14 +309,18 @@ def test_a_state_with_other_eigenvalues_is_refused(forged: str) -> None:
 
 def test_traps_turn_it_red(monkeypatch: pytest.MonkeyPatch) -> None:
     """Squaring every token by itself, as if tokens of one sample were samples."""
-    from gramian.curvature.estimate import ekfac_sums
+    from gramian.curvature.estimate.eigenbasis_sums import EigenbasisSums
 
-    def by_token(self: Any, sums: Any, g_KR: Tensor, a_KS: Tensor) -> None:
-        sums.squares_RS.addmm_(g_KR.square().mT, a_KS.square())
+    def by_token(self: EigenbasisSums, uses: Any, part: slice, roots_B: Tensor | None) -> None:
+        for out_BCO, in_BCM in self._chunks(uses, part, roots_B):
+            g_RK, a_SK = (
+                basis.coordinates(side.flatten(0, 1).mT) for basis, side in ((self.G, out_BCO), (self.A, in_BCM))
+            )
+            self.squares_RS.addmm_(g_RK.square(), a_SK.square().mT)
 
     p = PROBLEMS["mlp_tokens"]
     right = p.captured(**JOINT)
-    monkeypatch.setattr(ekfac_sums._Rows, "add", by_token)
+    monkeypatch.setattr(EigenbasisSums, "_add_samples", by_token)
     wrong = p.captured(**JOINT)
     with pytest.raises(AssertionError):
         assert_same(wrong, right)

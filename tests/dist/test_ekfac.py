@@ -75,10 +75,12 @@ def test_tensor_parallel_times_fsdp2(rank: int, reduce: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("step", ["__init__", "add"])
+@pytest.mark.parametrize("step", ["add", "_add_samples"])
 @pytest.mark.parametrize("reduce", ("gram", "dense"))
 @distributed(world_size=2)
 def test_one_process_that_cannot_measure_ends_the_refresh_of_all(rank: int, reduce: str, step: str) -> None:
     bodies.one_rank_cannot(
-        rank, f"gramian.curvature.estimate.ekfac_sums._Rows.{step}", {"kfac_distributed_reduce": reduce, **EKFAC}
+        rank,
+        f"gramian.curvature.estimate.eigenbasis_sums.EigenbasisSums.{step}",
+        {"kfac_distributed_reduce": reduce, **EKFAC},
     )

@@ -54,6 +54,16 @@ class Facts:
     """{kind of collective: bytes that this process sent for the block}."""
     reason_ekfac: str = ""
     """Why the block has K-FAC's eigenvalues although EK-FAC is on; "" if it has EK-FAC's, or EK-FAC is off."""
+    samples: int = 0
+    """Number of samples behind the factors, every draw of labels counted."""
+    backwards: int = 0
+    """Number of backwards, over all processes, behind the factors."""
+    ekfac_samples: int = 0
+    """Number of samples behind EK-FAC's eigenvalues, every draw of labels counted."""
+    ekfac_terms: float = 0.0
+    """Number of loss terms N behind EK-FAC's eigenvalues."""
+    ekfac_backwards: int = 0
+    """Number of backwards, over all processes, behind EK-FAC's eigenvalues."""
 
 
 @dataclass

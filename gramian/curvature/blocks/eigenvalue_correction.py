@@ -73,6 +73,17 @@ class Basis:
         mixed = self.matrix.to(c_RK) @ c_RK
         return mixed if self.columns is None else self.columns.times(mixed)
 
+    def vectors(self, like: Tensor) -> Tensor:
+        """The basis Q [n, r] written out, in the dtype and on the device of `like`."""
+        if self.matrix is None:
+            return torch.eye(self.dim, dtype=like.dtype, device=like.device)
+        matrix = self.matrix.to(like)
+        return matrix if self.columns is None else self.columns.times(matrix)
+
+    def whole(self) -> "Basis":
+        """The same basis with all rows of its columns on this process; a collective where they are sharded."""
+        return self if self.columns is None else Basis(self.dim, self.matrix, self.columns.whole())
+
     def squared_cosines(self, other: "Basis", like: Tensor) -> Tensor | None:
         """(QᵀQ')⊙² [r, r'] of this basis Q and another Q', in the dtype and on the device of `like`; None: the identity.
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gramian.core.errors import GramianError
+from gramian.curvature.estimate.eigenvalue_sums import EigenvalueSums
 from gramian.curvature.estimate.kronecker_sums import KroneckerSums
 from gramian.curvature.estimate.refresh_pass import RefreshPass
 from gramian.curvature.estimate.remainder_sums import RemainderSums
@@ -63,21 +64,21 @@ class KFACCapture(Capture):
         self,
         state: CurvatureState,
         model: nn.Module,
-        kronecker: KroneckerSums,
-        remainder: RemainderSums,
+        kronecker: KroneckerSums | EigenvalueSums,
+        remainder: RemainderSums | None,
         finish: "Callable[[CurvatureState, KFACCapture], None]",
         loss: LossArguments,
         estimate: str,
         exchange: Exchange | None,
     ) -> None:
-        """Set up both statistics; the model is not touched before the `with` block.
+        """Set up both statistics; the model is not touched before the `with` block. `remainder` None: K-FAC blocks alone.
 
         `finish` is called at its end and makes factors from the sums. `estimate` is "empirical" or "mc", for the record.
         """
-        outside = any(spec.kind != "kronecker" for spec in remainder.specs.values())
+        outside = remainder is not None and any(spec.kind != "kronecker" for spec in remainder.specs.values())
         super().__init__(
             model,
-            *((kronecker, remainder) if outside else (kronecker,)),
+            *((kronecker, remainder) if outside and remainder is not None else (kronecker,)),
             loss_reduction=loss.loss_reduction,
             batch_size=loss.batch_size,
             token_weights=loss.token_weights,
@@ -233,7 +234,8 @@ class KFACCapture(Capture):
         """({K-FAC block: its sums}, {other parameter: its sum}); both empty if a backward failed half-way."""
         if self.problem:
             return {}, {}
-        outside = self._sums_of(self.remainder) if self.remainder in self.statistics else {}
+        there = self.remainder is not None and self.remainder in self.statistics
+        outside = self._sums_of(self.remainder) if there and self.remainder is not None else {}
         return self._sums_of(self.kronecker), outside
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block_specs import Spec
-from gramian.curvature.estimate.ekfac_sums import EKFACSamples, EKFACUse, SoftmaxTokens
+from gramian.curvature.estimate.eigenbasis_sums import EKFACUse, SoftmaxTokens
+from gramian.curvature.estimate.ekfac_sums import EKFACSamples
 from gramian.curvature.estimate.loss_checks import MOST_TOKENS, check_softmax, stated_coefficient_error
 from gramian.curvature.estimate.refresh_pass import RefreshPass, SumsOfOneCapture
 from gramian.curvature.estimate.token_moments import Products, StoragePolicy, TokenMoment, Tokens
@@ -61,6 +62,8 @@ class KroneckerSums(SumsOfOneCapture):
     """Seed of the random keys by which token subsets are chosen."""
     exact_head: bool
     """True if the G of the head is the exact Fisher of its softmax and not an estimate."""
+    stores_samples: bool = False
+    """True if all tokens are stored, so that EK-FAC can measure its eigenvalues at the end of the capture."""
     head: str | None = None
     """Name of the layer whose outputs are the logits; None while it is not known."""
     find_head: Callable[[], str | None] | None = None
@@ -104,11 +107,8 @@ class KroneckerSums(SumsOfOneCapture):
         sides, block = record.sides(), sums[spec.name]
         is_table = record.layer in spec.tables
         is_head = record.layer == self.head
-        if self.options.ekfac and not (is_head and self.exact_head):
-            g_BTO = sides.gradients_BTO
-            if sides.counted_BT is not None:
-                g_BTO = g_BTO.masked_fill(~sides.counted_BT[..., None], 0.0)
-            use = EKFACUse(sides.inputs_BT, g_BTO, info.scale, is_table)
+        if self.stores_samples and not (is_head and self.exact_head):
+            use = EKFACUse.of(sides, info.scale, is_table)
             block.samples.add(info.number, use, info.token_weights, record.borrowed)
         if not is_table:
             self.selection.find_ignored(sides, info)
@@ -188,10 +188,13 @@ class KroneckerSums(SumsOfOneCapture):
                 f"{record.layer}: is not a linear layer, so its softmax has no exact Fisher here; "
                 "expected another head=, or kfac_true_fisher_head=False"
             )
-        if self.options.ekfac and spec.outputs <= WIDEST_DENSE:  # all tokens with a loss, whatever subset K-FAC takes
-            rows_TI, _, p_TV, weights, _ = self._softmax(sides, info, record, StoragePolicy())
-            block.samples.softmax.append(SoftmaxTokens(wide(rows_TI).clone(), p_TV, weights))
-        _, gradients, p_TV, weights, chosen = self._softmax(sides, info, record, keep)
+        if self.stores_samples and spec.outputs <= WIDEST_DENSE:  # all tokens with a loss, whatever subset K-FAC takes
+            rows_TI, _, weights, _ = head_tokens(self.selection, sides, record, StoragePolicy())
+            p_TV = sides.outputs(rows_TI).softmax(dim=-1)
+            block.samples.softmax.append(SoftmaxTokens(wide(rows_TI).clone(), p_TV, weights.to(p_TV)))
+        rows_TI, gradients, weights, chosen = head_tokens(self.selection, sides, record, keep)
+        p_TV = sides.outputs(rows_TI).softmax(dim=-1)
+        weights = weights.to(p_TV)
         if self.check_softmax:
             self.check_softmax = not check_softmax(spec.name, p_TV, gradients, info.tensor_parallel)
         if info.tensor_parallel is None and self.check_coefficient:
@@ -199,19 +202,19 @@ class KroneckerSums(SumsOfOneCapture):
         block.probabilities = block.probabilities or TokenMoment(spec.outputs, keep)
         block.probabilities.add(Tokens(p_TV, weights, chosen.keys, seen=chosen.seen), Products())
 
-    def _softmax(
-        self, sides: Sides, info: RefreshPass, record: LayerRecord, keep: StoragePolicy
-    ) -> tuple[Tensor, Tokens, Tensor, Tensor, ChosenTokens]:
-        """(inputs [T, I], gradients, probabilities [T, V], weights [T], choice) of the tokens chosen at an exact head."""
-        assert sides.outputs is not None
-        chosen = self.selection.choose(sides, info, record.layer, keep)
-        gradients = chosen.tokens(sides.gradients_BTO, record.borrowed, info.scale, inverse=True)
-        rows_TI = chosen.tokens(sides.inputs_BT, borrowed=True).rows_TN
-        p_TV = sides.outputs(rows_TI).softmax(dim=-1)
-        weights = (gradients.rows_TN != 0).any(1) if chosen.weights is None else chosen.weights
-        return rows_TI, gradients, p_TV, weights.to(p_TV), chosen
-
     def _check_coefficient(self, p_TV: Tensor, gradients: Tokens) -> None:
         """Compare, once, the head's gradients with those of cross entropy with the capture's coefficient; set `coefficient`."""
         self.check_coefficient = False
         self.coefficient = stated_coefficient_error(p_TV, gradients)
+
+
+def head_tokens(
+    selection: TokenSelection, sides: Sides, record: LayerRecord, keep: StoragePolicy
+) -> tuple[Tensor, Tokens, Tensor, ChosenTokens]:
+    """(inputs [T, I], gradients, weights [T], choice) of the tokens with a loss term that are chosen at an exact head."""
+    info = record.info
+    assert isinstance(info, RefreshPass)
+    chosen = selection.choose(sides, info, record.layer, keep)
+    gradients = chosen.tokens(sides.gradients_BTO, record.borrowed, info.scale, inverse=True)
+    rows_TI = chosen.tokens(sides.inputs_BT, borrowed=True).rows_TN
+    return rows_TI, gradients, (gradients.rows_TN != 0).any(1) if chosen.weights is None else chosen.weights, chosen

@@ -25,14 +25,18 @@ from gramian.parallel.exchange import Exchange
 
 
 def capture(
-    state: CurvatureState, model: nn.Module, loss: LossArguments, head: str | None, force: bool
+    state: CurvatureState, model: nn.Module, loss: LossArguments, head: str | None, force: bool, correct: bool
 ) -> KFACCapture | IdleCapture:
-    """The context for the user's passes in one step: a `KFACCapture`, or an `IdleCapture` if the step does not refresh."""
-    with _step(state, model, force) as (due, exchange):
+    """The context for the user's passes in one step: a `KFACCapture`, or an `IdleCapture` if the step does not refresh.
+
+    `correct`: with EK-FAC, measure its eigenvalues too, for which the tokens are stored.
+    """
+    with step(state, model, force) as (due, exchange):
         loss.check()
         exact_head, seed = state.options.kfac_true_fisher_head, state.seeds[0]
-        cap = _open(state, model, loss, exchange, head, exact_head, "empirical", seed) if due else IdleCapture()
-    return cap
+        if not due:
+            return IdleCapture()
+        return open_refresh(state, model, loss, exchange, head, exact_head, "empirical", seed, correct)
 
 
 def collect(
@@ -43,7 +47,7 @@ def collect(
     An error on this process is also raised on the other processes that share the refresh.
     """
     root = module_of(model)
-    with _step(state, model, force) as (due, exchange):
+    with step(state, model, force) as (due, exchange):
         fisher_labels.check_draws(labels.fisher_type, labels.n_samples, labels.generator)
         labelled = fisher_labels.labels_of(root, batch, labels.fisher_type, labels.causal_shift)
     if not due:
@@ -56,7 +60,7 @@ def collect(
     def opened(found: fisher_labels.Positions, weights: Tensor | None) -> KFACCapture:
         loss = LossArguments("sum", found.terms, weights)
         estimate = "mc" if labels.drawn else "empirical"
-        return _open(state, model, loss, exchange, head, exact_head, estimate, subset_seed)
+        return open_refresh(state, model, loss, exchange, head, exact_head, estimate, subset_seed)
 
     try:
         draws = labels.n_samples if labels.drawn else None
@@ -69,7 +73,7 @@ def collect(
 
 
 @contextmanager
-def _step(state: CurvatureState, model: nn.Module, force: bool) -> Iterator[tuple[bool, Exchange | None]]:
+def step(state: CurvatureState, model: nn.Module, force: bool) -> Iterator[tuple[bool, Exchange | None]]:
     """Count one step and yield (whether it refreshes, `Exchange` of the processes that share it; None: this process alone).
 
     A GramianError inside the `with` block rejects the step.
@@ -84,7 +88,7 @@ def _step(state: CurvatureState, model: nn.Module, force: bool) -> Iterator[tupl
         raise
 
 
-def _open(
+def open_refresh(
     state: CurvatureState,
     model: nn.Module,
     loss: LossArguments,
@@ -93,12 +97,19 @@ def _open(
     exact_head: bool,
     estimate: str,
     seed: int,
+    correct: bool = True,
 ) -> KFACCapture:
     """A `KFACCapture` of a model; a GramianError if it does not fit the factors, or head or memory budget are impossible.
 
-    `exact_head`: use the exact Fisher of the head's softmax; `estimate`: "empirical" or "mc"; `seed`: that of token subsets.
+    `exact_head`: use the exact Fisher of the head's softmax; `estimate`: "empirical" or "mc"; `seed`: that of token subsets;
+    `correct`: with EK-FAC, store the tokens and measure its eigenvalues at the end.
     """
-    root = module_of(model)
+    root, stores_samples = module_of(model), state.options.ekfac and correct
+    if stores_samples and state.options.memory_budget is not None:
+        raise GramianError(
+            "memory_budget: does not bound the tokens that ekfac=True stores to the end of a refresh; "
+            "expected kfac.fit(...), or kfac.capture(..., correct=False) and then kfac.correct(...)"
+        )
     if state.model is not None and state.model is not root and state.blocks:
         raise GramianError("model: the factors here are those of another model; expected one object for each model")
     specs = state.checked_specs(root)
@@ -113,6 +124,7 @@ def _open(
         state.options,
         seed,
         exact_head,
+        stores_samples,
         head=found,
         check_softmax=not state.softmax_checked,
         check_coefficient=not state.coefficient_checked,

@@ -5,7 +5,7 @@ refresh, which leaves the old factors. Collective: all processes that share the 
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block import Block
-from gramian.curvature.blocks.consistency import agree, fingerprint
+from gramian.curvature.blocks.consistency import Agreed, agree, fingerprint
 from gramian.curvature.estimate import ekfac_sums
 from gramian.curvature.estimate.kfac_capture import KFACCapture
-from gramian.curvature.estimate.kronecker_sums import BlockSums
+from gramian.curvature.estimate.kronecker_sums import BlockSums, KroneckerSums
 from gramian.curvature.persist import curvature_record
 from gramian.curvature.refresh.build_factors import Builder, NotFinite, Placement, free_memory, make_blocks
 from gramian.curvature.refresh.join_sums import Join
@@ -35,13 +35,15 @@ def finish(state: CurvatureState, cap: KFACCapture) -> None:
     """
     state.capturing = False
     started = time.perf_counter()
+    statistic = cap.kronecker
+    assert isinstance(statistic, KroneckerSums)
     kronecker, remainder = cap.collected()
-    reports = _reports(state, cap, kronecker, remainder)
+    reports = gather_reports(state, cap, kronecker, remainder)
     try:
         agreed = agree(reports)
         if not agreed.passes and not agreed.problem:
             raise GramianError(cap.no_backward)
-        if cap.kronecker.exact_head and agreed.head is None and not agreed.problem and agreed.terms > 0:
+        if statistic.exact_head and agreed.head is None and not agreed.problem and agreed.terms > 0:
             raise GramianError("head: was not found; expected head= with the name of the model's output layer")
     except GramianError as error:
         drop_refresh(state, str(error))
@@ -52,6 +54,7 @@ def finish(state: CurvatureState, cap: KFACCapture) -> None:
     _note_padding(state, agreed.padded)
     _note_coefficient(state, next((r["coefficient"] for r in reports if r["coefficient"] is not None), None))
     reduction = "" if cap.exchange is None else "dense"
+    before = {name: block.correction for name, block in state.blocks.items() if block.correction is not None}
     builder = Builder(state.options, agreed.terms, agreed.samples, cap.estimate, cap.samples, reduction)
     join = Join(state.options, kronecker, remainder, reports, cap.exchange)
     place = Placement(state.options, agreed.free)
@@ -59,11 +62,14 @@ def finish(state: CurvatureState, cap: KFACCapture) -> None:
     activity = "factors were made"
     try:
         fresh = make_blocks(state.options, state.specs, builder, join, place, state.blocks)
-        if state.options.ekfac:
+        _note_counts(fresh.values(), agreed, statistic.stores_samples)
+        if statistic.stores_samples:
             activity = "eigenvalues were corrected"
             samples = {name: sums.samples for name, sums in kronecker.items()}
-            ekfac_sums.correct(state.options, fresh, samples, state.blocks, factorisations)
-            _refuse_not_finite(fresh)
+            ekfac_sums.correct(state.options, fresh, samples, before, factorisations)
+            refuse_not_finite(fresh)
+        elif state.options.ekfac:
+            _leave_uncorrected(fresh.values())
     except NotFinite as problem:
         drop_refresh(state, str(problem), lenient=True)
         return
@@ -77,18 +83,24 @@ def finish(state: CurvatureState, cap: KFACCapture) -> None:
     for block in fresh.values():
         block.facts.step = state.last_refresh
     state.blocks = {**state.blocks, **fresh}
-    state.softmax_checked = state.softmax_checked or not cap.kronecker.check_softmax
+    state.earlier = before if state.options.ema_decay else {}
+    state.softmax_checked = state.softmax_checked or not statistic.check_softmax
     state.seconds = {"build": time.perf_counter() - started}
     state.factorisations = factorisations
     state.sent = {} if cap.exchange is None else dict(cap.exchange.sent)
     curvature_record.log_refresh(state)
 
 
-def _reports(
-    state: CurvatureState, cap: KFACCapture, kronecker: Mapping[str, BlockSums], remainder: Mapping[str, Tensor]
+def gather_reports(
+    state: CurvatureState,
+    cap: KFACCapture,
+    kronecker: Mapping[str, BlockSums],
+    remainder: Mapping[str, Tensor],
+    reached: Mapping[str, int] | None = None,
 ) -> list[Any]:
     """The reports of all processes on their sums of the refresh, in the order of ranks. Collective.
 
+    `reached`: {block: number of samples} of a second pass, which has no sums of tokens; None: a refresh.
     A GramianError is raised if another process has left the capture with an error.
     """
     try:
@@ -105,6 +117,7 @@ def _reports(
             "head": cap.kronecker.head,
             "padded": cap.kronecker.selection.padded,
             "coefficient": cap.kronecker.coefficient,
+            "reached": None if reached is None else dict(reached),
             "free": free_memory(next(iter(state.specs.values())).device),
             **sums_report(kronecker, remainder),
         }
@@ -119,6 +132,21 @@ def _reports(
         drop_refresh(state, absent)
         raise GramianError(f"{absent}; expected every process to leave the capture without an error")
     return cap.exchange.gather_messages(report)
+
+
+def _note_counts(blocks: Iterable[Block], agreed: Agreed, corrected: bool) -> None:
+    """Record how many samples and backwards the blocks of a refresh are made of; `corrected`: their eigenvalues too."""
+    for block in blocks:
+        block.facts.samples, block.facts.backwards = agreed.samples, agreed.passes
+        if corrected and block.A is not None:
+            block.facts.ekfac_samples, block.facts.ekfac_terms = agreed.samples, agreed.terms
+            block.facts.ekfac_backwards = agreed.passes
+
+
+def _leave_uncorrected(blocks: Iterable[Block]) -> None:
+    for block in blocks:
+        if block.A is not None:
+            block.facts.reason_ekfac = "its eigenvalues are K-FAC's until a second pass (kfac.correct) measures them"
 
 
 def _note_padding(state: CurvatureState, padded: Mapping[str, tuple[int, float]]) -> None:
@@ -158,7 +186,7 @@ def _refuse_uncovered(state: CurvatureState, fresh: Mapping[str, Block]) -> None
         )
 
 
-def _refuse_not_finite(fresh: Mapping[str, Block]) -> None:
+def refuse_not_finite(fresh: Mapping[str, Block]) -> None:
     """Raise `NotFinite` for the first block whose EK-FAC eigenvalues have NaN or infinity, although its factors are finite.
 
     Causes: a sample outside the token subset of the factors, or a square beyond the range of float32.

@@ -4,6 +4,9 @@ Every capture and collection is one step, counted on all processes alike. A step
 since the last refresh, or if the user forces it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -64,6 +67,29 @@ def reject_step(state: CurvatureState, due: bool, exchange: Exchange | None, err
         state.generator.set_state(state.generator_before_step)
     elif due:
         refresh_rendezvous(state, exchange).decline(str(error))
+
+
+@contextmanager
+def announced(state: CurvatureState, exchange: Exchange | None) -> Iterator[None]:
+    """Check arguments inside this context; on leaving it all processes know whether one of them raised an error.
+
+    An error here is sent to the others, which raise it as a GramianError. `exchange` None: this process alone.
+    """
+    if exchange is None:
+        yield
+        return
+    state.shared_refreshes += 1
+    meeting = refresh_rendezvous(state, exchange)
+    try:
+        yield
+    except BaseException as error:
+        meeting.decline(str(error) or type(error).__name__)
+        raise
+    finally:
+        state.shared_refreshes += 1  # the end of what follows has a rendezvous of its own
+    absent = meeting.wait_for_all(refresh_rendezvous(state, exchange, back=2))
+    if absent:
+        raise GramianError(f"{absent}; expected every process to open a second pass")
 
 
 def drop_refresh(state: CurvatureState, reason: str, lenient: bool = False) -> None:

@@ -1,0 +1,83 @@
+"""EK-FAC's eigenvalues as a statistic of a second pass: samples are projected in the backward, and no token is stored after it.
+
+Tokens of a weight wait until its last use in the backward, because a sample's uses are added before they are squared. Those of
+a weight that is used once are projected at once.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gramian.curvature.blocks.block_specs import Spec
+from gramian.curvature.blocks.eigenvalue_correction import Basis
+from gramian.curvature.estimate.eigenbasis_sums import EigenbasisSums, EKFACUse, SoftmaxTokens, sample_weights
+from gramian.curvature.estimate.kronecker_sums import head_tokens
+from gramian.curvature.estimate.refresh_pass import RefreshPass, SumsOfOneCapture
+from gramian.curvature.estimate.token_moments import StoragePolicy
+from gramian.curvature.estimate.token_selection import TokenSelection
+from gramian.linalg.wide import pieces
+from gramian.taps.records import LayerRecord, ParameterRecord
+from gramian.taps.roles import Needs, ParameterInfo
+from gramian.taps.sites.site import Sides
+
+
+@dataclass
+class EigenvalueSums(SumsOfOneCapture):
+    """The statistic Σ_b (Q_Gᵀ Y_b Q_A)⊙² of every K-FAC block, for eigenvectors Q that are known before the first sample b."""
+
+    specs: Mapping[str, Spec]
+    sums: dict[str, EigenbasisSums]
+    """{K-FAC block: its sums}, of the blocks that have eigenvectors."""
+    bases: Mapping[str, tuple[Basis, Basis]]
+    """{K-FAC block: eigenvectors of G and A}, with their rows as the factors store them."""
+    exact_head: bool
+    """True if the Fisher of the head is that of its softmax and not of labels."""
+    head: str | None
+    seed: int = 0
+    coefficient: float | None = None
+    needs: Needs = "layer"
+    per_sample: bool = False
+    selection: TokenSelection = field(default_factory=lambda: TokenSelection(0))
+    _by_layer: dict[str, Spec] = field(default_factory=dict)
+    _waiting: dict[tuple[int, str], tuple[str, list[EKFACUse]]] = field(default_factory=dict)
+    """{(pass number, weight): its block, and the calls of layers with it so far}."""
+
+    def start(self, parameters: Mapping[str, ParameterInfo]) -> dict[str, EigenbasisSums]:
+        """The sums of all blocks, at the start of a capture."""
+        self._by_layer = {layer: self.specs[name] for name in self.sums for layer in self.specs[name].layers}
+        return self.sums
+
+    def update(self, sums: dict[str, EigenbasisSums], record: LayerRecord) -> None:
+        """Take the tokens of one layer call (`record`); those of an exact head are added at once."""
+        spec = self._by_layer.get(record.layer)
+        if spec is None or spec.parameters[0] not in record.gradients:
+            return
+        info, sides, is_table = record.info, record.sides(), record.layer in spec.tables
+        assert isinstance(info, RefreshPass)
+        if self.exact_head and not is_table:
+            self.selection.find_ignored(sides, info)
+        if self.exact_head and record.layer == self.head:
+            self._add_head(sums[spec.name], sides, record)
+            return
+        use = EKFACUse.of(sides, info.scale, is_table)
+        self._waiting.setdefault((info.number, spec.parameters[0]), (spec.name, []))[1].append(use)
+        if record.borrowed:
+            use.own({})
+
+    def complete(self, record: ParameterRecord) -> None:
+        """Add the samples of a pass to the sums of a block whose weight (`record`) has no further use in it."""
+        found = self._waiting.pop((record.info.number, record.parameter), None)
+        if found is not None:
+            name, uses = found
+            self.sums[name].add(uses, sample_weights(record.info.token_weights))
+
+    def count(self, sums: dict[str, EigenbasisSums], samples: int) -> None:
+        """End a pass: forget which of its tokens have a loss term; `samples` is not used."""
+        self.selection.end_pass()
+
+    def _add_head(self, sums: EigenbasisSums, sides: Sides, record: LayerRecord) -> None:
+        """Add the tokens of an exact softmax head, some at a time, because each has as many probabilities as classes."""
+        assert sides.outputs is not None
+        rows_TI, _, weights_T, _ = head_tokens(self.selection, sides, record, StoragePolicy())
+        for part in pieces(len(rows_TI), sums.G.dim):
+            p_TV = sides.outputs(rows_TI[part]).softmax(dim=-1)
+            sums.add_softmax(SoftmaxTokens(rows_TI[part], p_TV, weights_T[part].to(p_TV)))
