@@ -86,17 +86,25 @@ GRIDS: dict[str, dict[str, list[Trial]]] = {
         "adamw": [
             *(Trial("adamw", lr, 0.95) for lr in (7e-4, 1.4e-3, 2.8e-3, 5.6e-3)),
             *(Trial("adamw", lr, 0.99) for lr in (1.4e-3, 2.8e-3)),
-            *(Trial("adamw", 1.4e-3, 0.95, warmup=warmup) for warmup in (80, 160)),
+            *(Trial("adamw", 1.4e-3, 0.95, warmup=warmup) for warmup in (80, 160, 320)),
+            Trial("adamw", 1e-3, 0.95, warmup=160),
+            Trial("adamw", 2e-3, 0.95, warmup=320),
+            Trial("adamw", 1.4e-3, 0.99, warmup=160),
         ],
         "muon": [
-            *(Trial("muon", lr, 0.9, rest) for lr in (4e-3, 8e-3, 1.6e-2) for rest in (2e-3, 4e-3)),
-            *(Trial("muon", 8e-3, beta, 4e-3) for beta in (0.85, 0.95)),
+            *(Trial("muon", 8e-3, 0.9, rest) for rest in (2e-3, 4e-3)),
+            *(Trial("muon", lr, 0.9, 2e-3) for lr in (4e-3, 1.6e-2)),
+            *(Trial("muon", 8e-3, beta, 2e-3) for beta in (0.85, 0.95)),
+            *(Trial("muon", lr, 0.9, 4e-3) for lr in (4e-3, 1.6e-2)),
         ],
     },
 }
 IMAGES: dict[str, list[Trial]] = {
     "kfac": [KFAC],
-    "adamw": [Trial("adamw", lr, beta) for beta in (0.95, 0.99) for lr in (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)],
+    "adamw": [
+        *(Trial("adamw", lr, beta) for beta in (0.95, 0.99) for lr in (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)),
+        *(Trial("adamw", lr, 0.95, warmup=warmup) for warmup in (160, 400) for lr in (2.5e-4, 5e-4, 1e-3)),
+    ],
     "muon": [
         Trial("muon", lr, beta, rest) for beta in (0.9, 0.95) for lr in (4e-3, 8e-3, 1.6e-2) for rest in (1e-3, 4e-3)
     ],
@@ -192,13 +200,13 @@ def _now() -> float:
 
 
 def main() -> None:
-    """Tune the optimizers that are named, or run the best of each on more seeds and with fewer steps."""
+    """Tune the optimizers that are named, and run the best of each on more seeds and with fewer steps."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--problem", default="bytes", choices=list(GRIDS))
     parser.add_argument("--data", type=Path, help="the problem's file or folder")
     parser.add_argument("--tune", nargs="*", default=[], help="optimizers to tune")
     parser.add_argument("--seeds", type=int, default=0, help="how many seeds of the best trial of each tuned optimizer")
-    parser.add_argument("--steps", nargs="*", type=int, default=[], help="also runs of so many steps of KFAC and Muon")
+    parser.add_argument("--shorter", nargs="*", default=[], metavar="NAME:STEPS", help="also the best with fewer steps")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further run begins")
     options, begun = parser.parse_args(), time.perf_counter()
     problem, grid = load(options.problem, options.data), GRIDS[options.problem]
@@ -207,9 +215,10 @@ def main() -> None:
     for name in {"adamw", *options.tune}:  # compiles what is timed later
         train(problem, replace(grid[name][0], steps=45))
 
-    def go(trial: Trial) -> None:
+    def go(trial: Trial, tuning: bool = False) -> None:
         trial = replace(trial, steps=trial.steps or problem.steps, problem=problem.name)
-        if _key(asdict(trial)) in done or time.perf_counter() - begun > options.limit:
+        known = {_key(asdict(trial)), *([_key(asdict(replace(trial, compiled=False)))] if tuning else [])}
+        if known & done or time.perf_counter() - begun > options.limit:
             return
         rows.append(train(problem, trial))
         done.add(_key(rows[-1]))
@@ -218,15 +227,14 @@ def main() -> None:
 
     for name in options.tune:
         for trial in grid[name]:
-            go(trial)
+            go(trial, tuning=True)
     best = {name: found for name in grid if (found := _best(rows, problem, name))}
     for seed in range(options.seeds):
         for trial in best.values():
             go(replace(trial, seed=seed))
-    for steps in options.steps:
-        for name in ("kfac", "muon"):
-            for seed in range(max(1, options.seeds)):
-                go(replace(best[name], steps=steps, seed=seed))
+    for name, _, steps in (one.partition(":") for one in options.shorter):
+        for seed in range(max(1, options.seeds)):
+            go(replace(best[name], steps=int(steps), seed=seed))
     for name, trial in best.items():
         same = [row for row in rows if _key({**row, "seed": 0}) == _key(asdict(trial))]
         losses = [round(row["loss"], 4) for row in same]

@@ -51,12 +51,16 @@ def from_folder(
         GramianError: if an argument or a file does not fit; the message names it.
     """
     kind = dtype or "fp32"
-    tokenizer = _tokenizer(path)
-    ids, digest = _ids(tokenizer, texts, ends=not masked)
-    model, scored, facts = _encoder(path) if masked else _causal(path, len(tokenizer), seed)
+    tokenizer = load_tokenizer(path)
+    ids, digest = text_ids(tokenizer, texts, ends=not masked)
+    if masked:
+        model, scored, facts = _encoder(path)
+    else:
+        model = scored = load_causal(path, len(tokenizer))
+        facts = {"mode": "next token"}
     limit = min(length, getattr(model.config, "max_position_embeddings", None) or length)
     shorter = f"length: {length}, cut to the model's context of {limit}"
-    cut = _masked_windows(tokenizer, ids, limit) if masked else _causal_windows(ids, limit)
+    cut = _masked_windows(tokenizer, ids, limit) if masked else causal_windows(ids, limit)
     chosen = evenly_spaced(len(cut), -(-tokens // limit))
     windows_BS = cut[torch.from_numpy(chosen)]
     if masked:
@@ -85,9 +89,10 @@ def from_folder(
     )
 
 
-def _causal(path: str, vocabulary: int, seed: int) -> tuple[Any, nn.Module, dict[str, Any]]:
+def load_causal(path: str, vocabulary: int) -> Any:
+    """Load the causal language model of a folder; a GramianError for an encoder, or one without weights."""
     try:
-        model: Any = load_huggingface(path, False, vocabulary, 1, seed, MODEL)
+        model: Any = load_huggingface(path, False, vocabulary, 1, 0, MODEL)
     except GramianError as problem:
         message = str(problem)
         if "has no weights of" in message:
@@ -95,7 +100,7 @@ def _causal(path: str, vocabulary: int, seed: int) -> tuple[Any, nn.Module, dict
         raise GramianError(message) from None
     if _is(model.config, "ForMaskedLM"):  # it would see the token to predict
         raise GramianError(f"{MODEL}: {path} is an encoder; expected a causal language model, or --masked")
-    return model, model, {"mode": "next token"}
+    return model
 
 
 def _encoder(path: str) -> tuple[Any, nn.Module, dict[str, Any]]:
@@ -129,7 +134,8 @@ def _is(shape: Any, *kinds: str) -> bool:
     return any(str(name).endswith(kinds) for name in shape.architectures or ())
 
 
-def _tokenizer(path: str) -> Any:
+def load_tokenizer(path: str) -> Any:
+    """Load the tokenizer of a model folder; a GramianError if there is none."""
     with open_model_folder(path, MODEL, "a tokenizer beside the model"):
         from transformers import AutoTokenizer
 
@@ -141,7 +147,7 @@ def _tokenizer(path: str) -> Any:
     return found
 
 
-def _ids(tokenizer: Any, texts: Sequence[str], ends: bool) -> tuple[Tensor, str]:
+def text_ids(tokenizer: Any, texts: Sequence[str], ends: bool) -> tuple[Tensor, str]:
     """Tokenize all files into one row of ids, each file followed by the end-of-text token if `ends`; returns ids and hash."""
     end = [tokenizer.eos_token_id] if ends and tokenizer.eos_token_id is not None else []
     ids: list[int] = []
@@ -153,7 +159,7 @@ def _ids(tokenizer: Any, texts: Sequence[str], ends: bool) -> tuple[Tensor, str]
     return tokens_N, hashlib.blake2b(tokens_N.numpy().tobytes(), digest_size=16).hexdigest()
 
 
-def _causal_windows(ids_N: Tensor, length: int) -> Tensor:
+def causal_windows(ids_N: Tensor, length: int) -> Tensor:
     """Cut token ids [N] into windows [windows, length + 1]; a shorter rest is dropped, unless it is the only window."""
     size = min(length + 1, len(ids_N))
     return ids_N[: len(ids_N) // size * size].view(-1, size)

@@ -83,7 +83,7 @@ def from_config(config: Config, device: torch.device, dtype: str | None, tokens:
         GramianError: if a field of the config does not fit; the message names it.
     """
     training, _ = load_windows(config.data)
-    model, weights = _weights(config, training.vocabulary)
+    model, weights = load_weights(config, training.vocabulary)
     kind = dtype or ("fp64" if config.precision.kind == "fp64" else "fp32")
     notes = []
     if config.privacy is not None:
@@ -119,7 +119,7 @@ def pieces(chosen: Int64s, rows: int | None, length: int) -> list[Int64s]:
     return [chosen[start : start + rows] for start in range(0, len(chosen), rows)]
 
 
-def _weights(config: Config, vocabulary: int) -> tuple[nn.Module, str]:
+def load_weights(config: Config, vocabulary: int) -> tuple[nn.Module, str]:
     """Load a config's model and describe where its weights are from; raises if its folder has a run of another config."""
     folder = Path(config.run.folder)
     if not is_run(folder) or not any(folder.glob("checkpoints/*")):

@@ -13,6 +13,7 @@ gradients are not stored.
 Legend: B samples, T tokens, Q queries, M×N a parameter.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,12 +31,14 @@ from gramian.taps import Capture
 from gramian.taps.gradients import Convolved, Indexed, Outer, PerSampleGradient
 from gramian.taps.gradients.joined import Joined
 from gramian.taps.gradients.per_sample_gradient import flat
+from gramian.taps.gradients.summed import Summed
 from gramian.taps.records import ParameterRecord
-from gramian.taps.roles import Needs, ParameterInfo
+from gramian.taps.roles import Needs, ParameterInfo, Statistic
 
 Queries = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
 ScoresByPass = dict[int, Tensor]
-"""{number of the pass: influence scores of its samples on Q queries, [B, Q]}."""
+"""{number of the pass: influence scores of its samples on Q queries, [B, Q], or [B, Q, parts]}."""
+PARTS = ("sample", "parameter", "token")
 
 
 class Influence(ByPass):
@@ -46,15 +49,22 @@ class Influence(ByPass):
 
     needs: Needs = "parameter"
 
-    def __init__(self, kfac: KFACNaturalGradient, model: nn.Module, queries: Queries | None = None) -> None:
+    def __init__(
+        self, kfac: KFACNaturalGradient, model: nn.Module, queries: Queries | None = None, by: str = "sample"
+    ) -> None:
         """Compute (F + damping)⁻¹ g of every query gradient g: Q natural gradients, and Q copies of the parameters.
 
         Args:
             kfac: the Fisher, damped and clipped by its options.
             model: the Fisher's model.
             queries: the gradient of a query's loss, {parameter: tensor}, or several of them; None: the current `p.grad`.
+            by: "sample", "parameter" (a sample's score is the sum of those of its parameters) or "token" (of those of its
+                tokens, and of parts that no single token has, such as those of convolutions).
         """
         blocks_of(kfac)
+        if by not in PARTS:
+            raise GramianError(f"by: {by!r}; expected one of {', '.join(PARTS)}")
+        self.by = by
         if queries is None:
             queries = {n: p.grad for n, p in parameters_of(model).items() if p.requires_grad and p.grad is not None}
         self.single = isinstance(queries, Mapping)
@@ -72,6 +82,14 @@ class Influence(ByPass):
             for name, like in {name: value for d in found for name, value in d.items()}.items()
         }
         """{parameter: (F + damping)⁻¹ g of every query gradient g, [Q, *shape]}."""
+        self.parameters = list(self.directions)
+        """Names of the parameters on which a query depends: the last axis of scores by parameter."""
+
+    def divided(self, by: str) -> "Influence":
+        """The same scores, divided by "parameter" or "token"; natural gradients are not computed again."""
+        found = copy.copy(self)
+        found.by = by
+        return found
 
     def start(self, parameters: Mapping[str, ParameterInfo]) -> ScoresByPass:
         """An empty dict of scores; a GramianError unless every parameter that a query depends on is trainable."""
@@ -84,11 +102,40 @@ class Influence(ByPass):
         """Add one parameter's part of −g_qᵀ (F + damping)⁻¹ g_i, for all samples i and queries q, to the scores of its pass."""
         if record.parameter not in self.directions:
             return
-        self.add(sums, record, -record.info.scale * products(record.gradient, self.directions[record.parameter]))
+        directions_Q, scale = self.directions[record.parameter], -record.info.scale
+        if self.by == "token":
+            self._add_tokens(sums, record, scale * token_products(record.gradient, directions_Q))
+            return
+        scores_BQ = scale * products(record.gradient, directions_Q)
+        if self.by == "parameter":
+            parts = scores_BQ.new_zeros(*scores_BQ.shape, len(self.parameters))
+            parts[:, :, self.parameters.index(record.parameter)] = scores_BQ
+            scores_BQ = parts
+        self.add(sums, record, scores_BQ)
+
+    def _add_tokens(self, sums: ScoresByPass, record: ParameterRecord, scores_BQT: Tensor) -> None:
+        """Add one parameter's scores [B, Q, T], or [B, Q, 1] where no single token has them, to those of its pass.
+
+        The last place of a pass's scores [B, Q, T + 1] is for parts of no single token, T the most tokens of a parameter.
+        """
+        number, tokens = record.info.number, scores_BQT.shape[2]
+        before = sums.get(number)
+        if before is None or (before.shape[2] == 1 and tokens > 1):
+            wider = scores_BQT.new_zeros(*scores_BQT.shape[:2], tokens + 1 if tokens > 1 else 1)
+            if before is not None:
+                wider[:, :, -1:] += before.to(wider.device)
+            sums[number] = before = wider
+        scores_BQT = scores_BQT.to(before.device)
+        if tokens == before.shape[2] - 1:
+            before[:, :, :-1] += scores_BQT
+        else:
+            before[:, :, -1] += scores_BQT.sum(2)
 
     def finish(self, sums: ScoresByPass) -> Tensor:
-        """Scores of all samples in the order of the passes: [B], or [B, Q] for several queries."""
+        """Scores of all samples in the order of the passes: [B], or [B, Q] for several queries; parts along a last axis."""
         scores = [sums[number] for number in sorted(sums)]
+        if len({one.shape[2:] for one in scores}) > 1:
+            raise GramianError('by: passes have different numbers of tokens; expected one length for by="token"')
         found = torch.cat(scores) if scores else torch.zeros(0, self.queries)
         return found[:, 0] if self.single else found
 
@@ -96,13 +143,22 @@ class Influence(ByPass):
 class InfluenceCapture(Capture):
     """The context manager that `influence_scores` returns: a capture with the scores in `values`."""
 
-    def __init__(self, model: nn.Module, influence: Influence, **options: Any) -> None:
+    def __init__(self, model: nn.Module, influence: Influence, *more: Statistic, **options: Any) -> None:
+        """Set up the capture of `influence` and of `more` statistics beside it; `options` are those of `Capture`."""
         self._influence = influence
-        super().__init__(model, influence, **options)
+        super().__init__(model, influence, *more, **options)
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of the parameters on which a query depends, as on the last axis of `values` with `by="parameter"`."""
+        return self._influence.parameters
 
     @property
     def values(self) -> Tensor:
-        """Influence scores of all samples so far, [B], or [B, Q] for a list of Q queries; a GramianError before a backward."""
+        """Influence scores of all samples so far, [B], or [B, Q] for a list of Q queries; a GramianError before a backward.
+
+        With `by="parameter"` a last axis has the `parameters`; with `by="token"` the tokens, and last what no token has alone.
+        """
         if not self._passes:
             raise GramianError("scores: no backward has run yet; expected loss.backward() inside the block")
         found: Tensor = self[self._influence]
@@ -114,6 +170,7 @@ def influence_scores(
     model: nn.Module,
     queries: Queries | None = None,
     *,
+    by: str = "sample",
     loss_reduction: str | float = "mean",
     batch_size: int | None = None,
     sample_ids: Tensor | None = None,
@@ -134,6 +191,7 @@ def influence_scores(
         kfac: the Fisher, damped by its options.
         model: the Fisher's model.
         queries: the gradient of a query's loss, {parameter: tensor}, or several of them; None: the current `p.grad`.
+        by: "sample"; "parameter" or "token" divide each score among the parameters, or among the tokens of the sample.
         loss_reduction: "mean" or "sum" over the samples of the batch, or the coefficient of one sample's loss.
         batch_size: B, if it is not the first axis of the model's first tensor argument.
         sample_ids: [B] or [B, T]: the sample that each row or token belongs to; None: row i is sample i.
@@ -141,11 +199,11 @@ def influence_scores(
         audit: whether every backward compares the sum of the per-sample gradients with autograd's gradients.
 
     Returns:
-        A context manager with `values` ([B], or [B, Q] for a list of queries; passes in order) and `coverage`.
+        A context manager with `values` ([B], or [B, Q] for a list of queries; passes in order), `parameters` and `coverage`.
     """
     return InfluenceCapture(
         model,
-        Influence(kfac, model, queries),
+        Influence(kfac, model, queries, by),
         loss_reduction=loss_reduction,
         batch_size=batch_size,
         sample_ids=sample_ids,
@@ -185,21 +243,49 @@ def products(gradient: PerSampleGradient, directions_Q: Tensor) -> Tensor:
     return torch.cat([wide_mm(g_BN, d_NQ.to(g_BN.dtype)) for g_BN in written])
 
 
+def token_products(gradient: PerSampleGradient, directions_Q: Tensor) -> Tensor:
+    """Parts of ⟨d_q, g_i⟩ by token, [B, Q, T]; [B, Q, 1] where g_i is no sum over tokens, or one over several kinds of them."""
+    directions_Q = directions_Q.to(gradient.tensors()[0].device)
+    if isinstance(gradient, Joined):
+        parts = [token_products(part, directions_Q) for part in gradient.parts]
+        if len({part.shape for part in parts}) > 1:
+            parts = [part.sum(2, keepdim=True) for part in parts]
+        return torch.stack(parts).sum(0)
+    if isinstance(gradient, Outer):
+        return torch.stack([_outer_tokens(gradient, d) for d in directions_Q], dim=1)
+    if isinstance(gradient, Indexed):
+        return torch.stack([_indexed_tokens(gradient, d) for d in directions_Q], dim=1)
+    if isinstance(gradient, Summed):
+        tokens_BTN = wide(gradient.tokens_BTN)
+        return (tokens_BTN @ flat(directions_Q).mT.to(tokens_BTN)).mT
+    return products(gradient, directions_Q)[:, :, None]
+
+
 def _outer(gradient: Outer, d_MN: Tensor) -> Tensor:
-    """⟨D, g_i⟩ = Σ_t l_tᵀ D r_t, [B], for g_i = Σ_t l_t r_tᵀ; D multiplies l or r, whichever makes the smaller product."""
+    """⟨D, g_i⟩ = Σ_t l_tᵀ D r_t, [B], for g_i = Σ_t l_t r_tᵀ."""
+    return _outer_tokens(gradient, d_MN).sum(1)
+
+
+def _outer_tokens(gradient: Outer, d_MN: Tensor) -> Tensor:
+    """l_tᵀ D r_t of each token, [B, T]; D multiplies l or r, whichever makes the smaller product."""
     left, right = gradient.left_BTM, gradient.right_BTN
     d_MN = d_MN.to(wide_dtype(left, right))
     if left.shape[2] < right.shape[2]:
         met, other = wide_mm(right.flatten(0, 1), d_MN.mT), left
     else:
         met, other = wide_mm(left.flatten(0, 1), d_MN), right
-    return (met.reshape(other.shape) * other).sum((1, 2))
+    return (met.reshape(other.shape) * other).sum(2)
 
 
 def _indexed(gradient: Indexed, d_VD: Tensor) -> Tensor:
     """⟨D, g_i⟩ = Σ_t D[x_t] · g_t, [B], for an embedding with indices x_t and output gradients g_t."""
+    return _indexed_tokens(gradient, d_VD).sum(1)
+
+
+def _indexed_tokens(gradient: Indexed, d_VD: Tensor) -> Tensor:
+    """D[x_t] · g_t of each token, [B, T]."""
     rows_BTD = wide(gradient.rows_BTD)
-    return (d_VD.to(rows_BTD.dtype)[gradient.index_BT] * rows_BTD).sum((1, 2))
+    return (d_VD.to(rows_BTD.dtype)[gradient.index_BT] * rows_BTD).sum(2)
 
 
 def _convolved(gradient: Convolved, d: Tensor) -> Tensor:

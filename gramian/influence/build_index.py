@@ -1,0 +1,226 @@
+"""Build an influence index: fit the Fisher to all passages, then compress and store each passage's gradient, shard by shard.
+
+What is complete on disk is not computed again: a build that was killed goes on with the next shard (the fit of the factors
+begins anew). Projections depend on the factors and the seed alone, so any split into shards stores the same gradients.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from math import isqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gramian.core.byte_amounts import format_bytes, parse_bytes
+from gramian.core.durable_files import FileRecord
+from gramian.core.errors import GramianError
+from gramian.curvature.kfac import KFACNaturalGradient
+from gramian.influence.corpus import Corpus
+from gramian.influence.gradient_sketch import GradientSketch, MatrixGradients, VectorGradients, rank_of
+from gramian.influence.index_folder import FACTORS, PASSAGES, IndexFolder, shard_name
+from gramian.influence.passage_loss import passage_losses
+from gramian.influence.relative_damping import set_relative_damping
+from gramian.taps import Capture
+from gramian.taps.model.user_names import named_parameters
+
+SHARD = 256
+"""Passages of a shard of compressed gradients."""
+Progress = Callable[[str, int, int], None]
+"""Called with a stage's name, units done, units in total."""
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """Options of an influence index, as in `BuildOptions(gradients="200MB")`."""
+
+    factors: str = "ekfac"
+    """"kfac", or "ekfac": K-FAC's eigenvectors with eigenvalues measured in a second pass."""
+    fisher: str = "mc"
+    """Labels behind the Fisher: "mc" (drawn from the model), "true" (also, with an exact head) or "empirical" (the text's)."""
+    damping: float = 0.1
+    """δ: λ of each block over its mean eigenvalue."""
+    gradients: str | int | None = None
+    """Bytes of all compressed gradients together, such as "200MB"; None: none are stored, and a query reads the passages."""
+    memory_budget: str | int | None = None
+    """Bytes for the factors; None: no limit."""
+    only: tuple[str, ...] = ("*",)
+    """Patterns of the names of the parameters whose gradients count, such as "*.mlp.*"; the rest of the model is frozen."""
+    batch: int = 8
+    """Passages of one backward."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise a GramianError that names the first option whose value is not allowed."""
+        for name, allowed in (("factors", ("kfac", "ekfac")), ("fisher", ("mc", "true", "empirical"))):
+            if getattr(self, name) not in allowed:
+                raise GramianError(f"{name}: {getattr(self, name)!r}; expected one of {', '.join(allowed)}")
+        if isinstance(self.damping, bool) or not isinstance(self.damping, int | float) or not 0 < self.damping < 1e6:
+            raise GramianError(f"damping: {self.damping!r}; expected a number above 0, a share of the mean eigenvalue")
+        for name in ("batch", "seed"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < (name == "batch"):
+                raise GramianError(f"{name}: {value!r}; expected a whole number")
+        parse_bytes("gradients", self.gradients)
+        parse_bytes("memory_budget", self.memory_budget)
+
+    def kfac(self, dtype: torch.dtype) -> KFACNaturalGradient:
+        """The K-FAC object of an index, without factors, for a model of this dtype."""
+        return KFACNaturalGradient(
+            damping_mode="joint",
+            woodbury_dtype="fp64" if dtype == torch.float64 else "fp32",
+            kfac_true_fisher_head=self.fisher == "true",
+            ekfac=self.factors == "ekfac",
+            memory_budget=self.memory_budget,
+            seed=self.seed,
+        )
+
+
+def build_index(
+    corpus: Corpus, out: str | Path, options: BuildOptions | None = None, progress: Progress | None = None
+) -> IndexFolder:
+    """Build the influence index of a corpus in a folder, or go on with one that was interrupted.
+
+    ```python
+    folder = build_index(corpus, "runs/index", BuildOptions(gradients="200MB"))
+    ```
+
+    Cost: a forward and a backward of every passage for the factors, another for EK-FAC, another for compressed gradients.
+
+    Args:
+        corpus: the model and its passages; the model is unchanged afterwards.
+        out: a new folder, or that of an earlier build with the same corpus and options.
+        options: see `BuildOptions`; None: the defaults.
+        progress: called with ("factors", "eigenvalues" or "gradients", units done, units in total).
+
+    Raises:
+        GramianError: if the folder belongs to something else, options do not fit, or the gradients' bytes hold too little.
+    """
+    options = options or BuildOptions()
+    report = progress or (lambda stage, done, total: None)
+    with counted_parameters(corpus.model, options.only):
+        identity = {**corpus.digest(), "shape": list(corpus.tokens_NT.shape), "options": asdict(options)}
+        folder = IndexFolder.begin(out, identity)
+        if not folder.has(PASSAGES):
+            tensors = {"tokens": corpus.tokens_NT.int(), "targets": corpus.targets_NT.int()}
+            folder.facts |= {"corpus": dict(corpus.facts)}
+            folder.add(PASSAGES, folder.write_tensors(PASSAGES, tensors))
+        kfac = _factors(corpus, folder, options, report)
+        if options.gradients is not None:
+            _gradients(corpus, folder, kfac, options, report)
+    folder.facts["complete"] = True
+    folder.write_facts()
+    return folder
+
+
+@contextmanager
+def counted_parameters(model: nn.Module, patterns: tuple[str, ...]) -> Iterator[None]:
+    """Context manager: only parameters whose name matches one of `patterns` require gradients; restored afterwards."""
+    before = {name: p for name, p in named_parameters(model) if p.requires_grad}
+    kept = [name for name in before if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if not kept:
+        raise GramianError(
+            f"only: no trained parameter matches {', '.join(patterns)}; expected names such as {next(iter(before), '*')}"
+        )
+    try:
+        for name, p in before.items():
+            p.requires_grad_(name in kept)
+        yield
+    finally:
+        for p in before.values():
+            p.requires_grad_(True)
+
+
+def _factors(corpus: Corpus, folder: IndexFolder, options: BuildOptions, report: Progress) -> KFACNaturalGradient:
+    """Load the factors of an index, or fit them to all passages and write them; damped relative to each block's mean."""
+    kfac = options.kfac(next(corpus.model.parameters()).dtype)
+    if folder.has(FACTORS):
+        kfac.load(str(folder.path / FACTORS), corpus.model)
+    else:
+        batches = _Batches(corpus, options.batch)
+        kfac.fit(
+            corpus.model,
+            batches,
+            options.fisher,
+            causal_shift=False,
+            progress=lambda stage, done: report(stage, done, len(batches)),
+        )
+        if kfac.dropped:
+            raise GramianError(f"passages: {kfac.dropped[-1]['reason']}; expected a model whose loss is finite on them")
+        kfac.save(str(folder.path / FACTORS))
+        folder.add(FACTORS, FileRecord.of(folder.path / FACTORS))
+    folder.facts["damping"] = set_relative_damping(kfac, options.damping)
+    return kfac
+
+
+class _Batches:
+    """The passages as batches, read anew for every pass."""
+
+    def __init__(self, corpus: Corpus, size: int) -> None:
+        self._corpus, self._size = corpus, size
+
+    def __len__(self) -> int:
+        return -(-len(self._corpus) // self._size)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self._corpus.passages(first, self._size) for first in range(0, len(self._corpus), self._size))
+
+
+# ---- compressed gradients --------------------------------------------------------------------------------------------
+
+
+def _gradients(
+    corpus: Corpus, folder: IndexFolder, kfac: KFACNaturalGradient, options: BuildOptions, report: Progress
+) -> None:
+    """Compress and write the gradients of all shards that are not complete on disk."""
+    rank = sketch_rank(kfac, options, len(corpus))
+    names = [shard_name(number) for number in range(-(-len(corpus) // SHARD))]
+    folder.facts["rank"] = rank
+    missing = [number for number, name in enumerate(names) if not folder.has(name)]
+    if not missing:
+        return
+    sketch = sketch_of(kfac, rank, options)
+    for number in missing:
+        first = number * SHARD
+        count = min(SHARD, len(corpus) - first)
+        stored = compressed(corpus, sketch, first, count, options.batch).bfloat16()
+        folder.add(names[number], folder.write_tensors(names[number], {"gradients": stored}))
+        report("gradients", number + 1, len(names))
+
+
+def sketch_rank(kfac: KFACNaturalGradient, options: BuildOptions, passages: int) -> int:
+    """The largest rank of projections whose compressed gradients, in bfloat16, fit into the bytes of the options."""
+    budget = parse_bytes("gradients", options.gradients) or 0
+    specs = [block.spec for block in kfac.kfac_factors.values()]
+    widest = max(max(spec.outputs, spec.inputs) for spec in specs)
+
+    def nbytes(rank: int) -> int:
+        return 2 * passages * sum(k * other for k, other in (rank_of(spec, rank) for spec in specs))
+
+    if nbytes(1) > budget:
+        least = format_bytes(nbytes(1))
+        raise GramianError(f"gradients: {options.gradients!r} for {passages:,} passages; expected at least {least}")
+    low, high = 1, max(isqrt(budget), widest) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if nbytes(middle) <= budget else (low, middle)
+    return min(low, widest)
+
+
+def sketch_of(kfac: KFACNaturalGradient, rank: int, options: BuildOptions) -> GradientSketch:
+    """The projections of an index's factors."""
+    return GradientSketch(kfac.kfac_factors, rank, options.damping, options.seed)
+
+
+def compressed(corpus: Corpus, sketch: GradientSketch, first: int, count: int, batch: int) -> Tensor:
+    """Compressed gradients [count, columns] of `count` passages from number `first` on."""
+    matrices, vectors = MatrixGradients(sketch), VectorGradients(sketch)
+    with Capture(corpus.model, matrices, vectors, loss_reduction="sum") as seen:
+        for _ in passage_losses(corpus, first, count, batch):
+            pass
+        found: Tensor = seen[matrices]
+        extra: Tensor = seen[vectors]
+    return found + extra.to(found) if extra.numel() else found

@@ -1,0 +1,32 @@
+"""The loss of passages and of queries, −log p in nats summed over their targets, and its backward."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gramian.curvature.estimate.fisher_labels import logits_of
+from gramian.data.windows import NOT_COUNTED
+from gramian.influence.corpus import Batch, Corpus
+
+
+def nats_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Σ −log p(target) of each row of a batch, [B], in float32 (float64 for a float64 model)."""
+    labels_BT = batch["labels"]
+    logits_BTV = logits_of(model(**{name: value for name, value in batch.items() if name != "labels"}))
+    logits_BTV = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
+    return F.cross_entropy(logits_BTV.mT, labels_BT, ignore_index=NOT_COUNTED, reduction="none").sum(1)
+
+
+def passage_losses(corpus: Corpus, first: int, count: int, batch: int) -> Iterator[Tensor]:
+    """Run forward and backward of the summed loss of passages, a batch at a time; yields the nats [B] of each batch.
+
+    Gradients are for a capture around it: `p.grad` is None afterwards.
+    """
+    for start in range(first, first + count, batch):
+        corpus.model.zero_grad(set_to_none=True)
+        nats_B = nats_of(corpus.model, corpus.passages(start, min(batch, first + count - start)))
+        nats_B.sum().backward()
+        corpus.model.zero_grad(set_to_none=True)
+        yield nats_B.detach()
