@@ -78,6 +78,6 @@ class EigenvalueSums(SumsOfOneCapture):
         """Add the tokens of an exact softmax head, some at a time, because each has as many probabilities as classes."""
         assert sides.outputs is not None
         rows_TI, _, weights_T, _ = head_tokens(self.selection, sides, record, StoragePolicy())
-        for part in pieces(len(rows_TI), sums.G.dim):
+        for part in pieces(len(rows_TI), sums.G.dim, sums.most):
             p_TV = sides.outputs(rows_TI[part]).softmax(dim=-1)
             sums.add_softmax(SoftmaxTokens(rows_TI[part], p_TV, weights_T[part].to(p_TV)))
