@@ -205,8 +205,8 @@ def test_a_state_brings_eigenvalues_of_a_second_pass_back(tmp_path: Path) -> Non
 def peaks(count: int) -> tuple[int, int]:
     """Bytes at the peak of the second pass, and left after it, over `count` batches."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 50)).double()
-    some = [(torch.randn(8, 40, dtype=torch.float64), torch.randint(50, (8,))) for _ in range(count)]
+    model = nn.Sequential(nn.Linear(20, 24), nn.Tanh(), nn.Linear(24, 20)).double()
+    some = [(torch.randn(8, 20, dtype=torch.float64), torch.randint(20, (8,))) for _ in range(count)]
     found = kfac(**JOINT)
     with found.capture(model, loss_reduction="sum", num_terms=8 * count, correct=False) as cap:
         for x, y in some:
@@ -222,5 +222,5 @@ def peaks(count: int) -> tuple[int, int]:
 
 
 def test_the_memory_of_the_second_pass_does_not_grow_with_the_number_of_batches() -> None:
-    (few, few_left), (many, many_left) = peaks(20), peaks(60)  # 60 and 50 wide: both dense from 60 tokens on
+    (few, few_left), (many, many_left) = peaks(5), peaks(15)  # dense sides from 25 tokens on
     assert few_left == many_left and few == pytest.approx(many, rel=0.01)

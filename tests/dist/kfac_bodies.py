@@ -66,6 +66,30 @@ def same_as_one(
     return kfac.record()
 
 
+def fitted_as_one(
+    rank: int, way: str, name: str, split: list[list[int]], options: dict[str, Any], fisher_type: str
+) -> dict[str, Any]:
+    """Factors and eigenvalues of `fit` on all processes, each with its own batches, are those of one process and batch."""
+    case, samples = CASES[name], sum(map(len, split))
+    inputs, targets = case.data(samples)
+
+    def fit(kfac: gramian.KFACNaturalGradient, model: nn.Module, pieces: list[list[int]]) -> None:
+        ids = [torch.tensor(piece, dtype=torch.long) for piece in pieces]
+        kfac.fit(model, [(inputs[i], targets[i]) for i in ids], fisher_type, sample_ids=ids, causal_shift=False)
+
+    one, plain = make(**{**options, "kfac_distributed_reduce": "none"}), case.model()
+    fit(one, plain, [list(range(samples))])
+    rows = split[rank]
+    pieces = [rows[i : i + 2] for i in range(0, len(rows), 2)]
+    if not pieces and way != "ddp":
+        pieces = [[]]  # FSDP2 needs a batch on every process, which may be empty
+    kfac, model = make(**options), wrapped(way, case.model())
+    fit(kfac, model, pieces)
+    found = results(kfac, plain) if way == "ddp" else sharded_results(kfac, model, plain)
+    assert_equal(found, results(one, plain), 1e-10)
+    return kfac.record()
+
+
 def sharded_results(kfac: gramian.KFACNaturalGradient, model: nn.Module, plain: nn.Module) -> dict[str, Tensor]:
     """`results` from a vector that is placed as the parameters are: what comes back is placed alike."""
     places = dict(model.named_parameters())

@@ -40,11 +40,16 @@ def piece_of(o: int, m: int, r: int, s: int, budgeted: bool) -> int:
 
 
 def workspace(o: int, m: int, r: int, s: int, budgeted: bool, tokens: int, lookups: int) -> int:
-    """Upper bound on the entries, beside the sums, while samples of `tokens` tokens, or an embedding's `lookups`, are added."""
-    piece, each = piece_of(o, m, r, s, budgeted), o + m + r + s
-    chunk, matrices = min(max(piece, each), tokens * each), min(max(piece, r * s), tokens * r * s)
-    joined = min(lookups, m) * o + 4 * min(max(piece, each), lookups * each)
-    return max(8 * chunk + 2 * matrices + min(piece, tokens * o * m) + r * s * bool(tokens), joined * bool(lookups))
+    """Upper bound on the entries, beside the sums, while samples of `tokens` tokens, or an embedding's `lookups`, are added.
+
+    A piece of tokens and the [r, s] of its samples, as they come and on their way; for an embedding the gradients of the rows
+    that a sample has looked up.
+    """
+    each = o + m + r + s
+    piece = max(piece_of(o, m, r, s, budgeted), each)
+    met = min(piece + r * s, tokens * each + tokens // 2 * r * s)
+    looked_up = min(lookups, m) * o + 2 * min(piece, lookups * (o + r + 1))
+    return max(4 * met + r * s, looked_up) if tokens or lookups else 0
 
 
 @dataclass

@@ -137,7 +137,7 @@ class _Passes:
         if not labels.drawn and labelled.unlabelled:
             raise GramianError('labels: expected them in the batch for fisher_type="empirical"')
         size = labelled.inputs.shape[0]
-        cap.batch_size = None if size else 0  # stated, so that no row is taken for a sample
+        hub_of(self.root).batch_size = None if size else 0  # stated, so that no row is taken for a sample
         found = fisher_labels.find_positions(self.root, labelled)
         weights = fisher_labels.token_weights(labelled, found)
         samples = global_ids(ids, first, size, cap.sample_sharding)
