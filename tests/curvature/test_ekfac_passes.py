@@ -1,6 +1,8 @@
 """EK-FAC in two passes: its eigenvalues are the oracle's and those of one pass, whatever the batches, and no token is kept."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from tests.curvature.problems import IGNORE, PROBLEMS, Problem, assert_close, cr
 from tests.curvature.test_ekfac import JOINT, assert_same, expected, kronecker, vectors
 from tests.kit.matrix import FULL, sample
 from tests.kit.memory import measured
+from tests.kit.mutations import RED, Edit, Mutation, turns_red
+from tests.kit.refusals import refusal
 from tests.oracles import dense_ekfac
 
 pytestmark = pytest.mark.oracle
@@ -107,6 +111,8 @@ def test_options_of_the_factors_hold_in_both_passes(options: dict[str, Any]) -> 
 @pytest.mark.parametrize("name", ["mlp_tokens", "gpt"])
 def test_in_a_loop_of_ones_own_a_mean_loss_is_a_sum_loss(name: str, exact: bool) -> None:
     p = PROBLEMS[name]
+    ignored = torch.arange(p.targets.numel()).view_as(p.targets) % 4 == 1
+    p = replace(p, targets=p.targets.masked_fill(ignored, IGNORE))
     model, options = p.model(), {**JOINT, "kfac_true_fisher_head": exact}
     one, found = p.captured(**options), kfac(**options)
 
@@ -125,6 +131,22 @@ def test_in_a_loop_of_ones_own_a_mean_loss_is_a_sum_loss(name: str, exact: bool)
         assert corrected and len(set(corrected)) == 1
     assert corrected[0] and found.steps == found.refreshes == 1
     assert_same(found, one)
+
+
+def test_a_second_pass_may_see_other_data() -> None:
+    """S is that of its own samples and loss terms, in the basis of the first pass."""
+    p = PROBLEMS["mlp"]
+    model, found, rows = p.model(), kfac(**JOINT), slice(0, 3)
+    with found.capture(model, loss_reduction="sum", num_terms=p.terms, correct=False):
+        p.loss(model).backward()
+    with found.correct(model, loss_reduction="sum", num_terms=3):
+        p.loss(model, rows).backward()
+    few = Problem(p.build, p.inputs[rows], p.targets[rows], p.layers, p.head)
+    for layer, fisher in oracle(few, found, [few.targets]).items():
+        block = kronecker(found)[layer]
+        v = vectors(block)
+        product = block.spec.matrix(found.compute_fisher_vector_product(v)).reshape(-1)
+        assert_close(product, expected(block, fisher) @ block.spec.matrix(v).reshape(-1), what=layer)
 
 
 def padded_batch(rows: list[list[int]], width: int) -> dict[str, Tensor]:
@@ -224,3 +246,106 @@ def peaks(count: int) -> tuple[int, int]:
 def test_the_memory_of_the_second_pass_does_not_grow_with_the_number_of_batches() -> None:
     (few, few_left), (many, many_left) = peaks(5), peaks(15)  # dense sides from 25 tokens on
     assert few_left == many_left and few == pytest.approx(many, rel=0.01)
+
+
+# ---- what fails ------------------------------------------------------------------------------------------------------
+
+
+BAD: dict[str, dict[str, Any]] = {
+    "batches: is an iterator": {"batches": lambda p: iter(batches(p))},
+    "batches: has none": {"batches": lambda p: []},
+    "batches: expected an iterable": {"batches": lambda p: p.inputs},
+    "batch: ": {"batches": lambda p: [p.inputs]},
+    "labels: ": {"batches": lambda p: [{"x": p.inputs}]},
+    "fisher_type: ": {"fisher_type": "exact"},
+    "sample_ids: ended": {"sample_ids": [torch.arange(1)]},
+    "sample_ids: ": {"sample_ids": [torch.arange(2)] * 2},
+}
+
+
+@pytest.mark.parametrize("field", BAD)
+def test_bad_input_is_named_and_the_factors_stay(field: str) -> None:
+    p, told = PROBLEMS["mlp"], dict(BAD[field])
+    found = fitted(p)
+    model, before = found.state.model or p.model(), found.kfac_factors
+    with refusal(f"^{field}.*"):
+        found.fit(model, told.pop("batches", batches)(p), **told)
+    assert found.kfac_factors is before
+
+
+def test_a_second_pass_needs_factors_and_ekfac() -> None:
+    p, model = PROBLEMS["mlp"], PROBLEMS["mlp"].model()
+    with refusal("^kfac: has no factors yet"):
+        kfac(**JOINT).correct(model, num_terms=1)
+    with refusal("^ekfac: is False.*expected ekfac=True"):
+        p.captured(model, damping_mode="joint").correct(model, num_terms=1)
+    with refusal("^model: .*another model.*expected"):
+        p.captured(model, **JOINT).correct(p.model(), num_terms=1)
+
+
+@pytest.mark.parametrize("how", ["raises", "not finite"])
+def test_a_second_pass_that_fails_leaves_the_factors_from_before(how: str) -> None:
+    class Changing(list[Any]):
+        """Batches of which the second reading goes wrong."""
+
+        reading = 0
+
+        def __iter__(self) -> Any:
+            self.reading += 1
+            yield from super().__iter__()
+            if self.reading == 2 and how == "raises":
+                raise RuntimeError("no such file")
+            yield p.inputs * (float("nan") if self.reading == 2 else 1.0), p.targets
+
+    p, model = PROBLEMS["mlp"], PROBLEMS["mlp"].model()
+    found = kfac(**JOINT)
+    found.fit(model, batches(p))
+    before = found.kfac_factors
+    if how == "raises":
+        with pytest.raises(RuntimeError, match="no such file"):
+            found.fit(model, Changing(batches(p)))
+    else:
+        found.fit(model, Changing(batches(p)))
+    assert found.kfac_factors is before and found.refreshes == 1
+    assert len(found.dropped) == 1 and ("finite" in found.dropped[0]["reason"]) == (how == "not finite")
+    found.fit(model, batches(p))
+    assert_same(found, fitted(p))
+
+
+BUGS = (
+    Mutation(
+        "samples numbered anew in every batch",
+        Edit("_Passes.__call__", "first += self._run(cap, batch, ids, first)", "self._run(cap, batch, ids, 0)"),
+        partial(test_every_block_is_the_diagonal_of_the_fisher_in_the_eigenbasis, "mlp", "mc"),
+    ),
+    Mutation(
+        "loss terms of the first pass",
+        Edit("finish_correction:finish", "sums.correction(agreed.terms", "sums.correction(block.facts.terms"),
+        test_a_second_pass_may_see_other_data,
+    ),
+    Mutation(
+        "tokens kept after their backward",
+        Edit("EigenvalueSums.complete", "self._waiting.pop(", "self._waiting.get("),
+        test_the_memory_of_the_second_pass_does_not_grow_with_the_number_of_batches,
+    ),
+    Mutation(
+        "factors without their eigenvalues left behind",
+        Edit("CurvatureState.restore_factors", "before.items()", "()"),
+        partial(test_a_second_pass_that_fails_leaves_the_factors_from_before, "raises"),
+    ),
+    Mutation(
+        "the earlier eigenvalues forgotten",
+        Edit("finish_correction:finish", "state.earlier.get(name)", "None"),
+        test_the_average_over_fits_is_that_over_captures,
+    ),
+    Mutation(
+        "every position of an exact head counted",
+        Edit("EigenvalueSums._add_head", "weights_T[part].to(p_TV)", "weights_T[part].to(p_TV) * 0 + 1"),
+        partial(test_in_a_loop_of_ones_own_a_mean_loss_is_a_sum_loss, "gpt", True),
+    ),
+)
+
+
+@pytest.mark.parametrize("bug", sample(BUGS, 2, case=lambda bug: None), ids=lambda bug: bug.name)
+def test_a_bug_turns_its_test_red(bug: Mutation) -> None:
+    turns_red(bug, RED)
