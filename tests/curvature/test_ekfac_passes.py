@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import gramian
 from gramian.curvature.estimate.fisher_labels import draw_labels
 from gramian.oracles import single_sample
-from tests.curvature.problems import IGNORE, PROBLEMS, Problem, assert_close, cross_entropy, kfac, logits_of
+from tests.curvature.problems import IGNORE, PROBLEMS, Problem, assert_close, cross_entropy, kfac, logits_of, normal
 from tests.curvature.test_ekfac import JOINT, assert_same, expected, kronecker, vectors
 from tests.kit.matrix import FULL, sample
 from tests.kit.memory import measured
@@ -147,6 +147,39 @@ def test_a_second_pass_may_see_other_data() -> None:
         v = vectors(block)
         product = block.spec.matrix(found.compute_fisher_vector_product(v)).reshape(-1)
         assert_close(product, expected(block, fisher) @ block.spec.matrix(v).reshape(-1), what=layer)
+
+
+@pytest.mark.full
+def test_compiled_models_have_the_eigenvalues_of_eager_ones() -> None:
+    p = PROBLEMS["mlp_tokens"]
+    model, found = p.model(), kfac(**JOINT)
+    compiled = torch.compile(model, backend="aot_eager")
+    for opened in (
+        lambda **told: found.capture(model, correct=False, **told),
+        lambda **told: found.correct(model, **told),
+    ):
+        with opened(loss_reduction="sum", num_terms=p.terms):
+            cross_entropy(compiled, p.inputs, p.targets).backward()
+    assert_same(found, p.captured(**JOINT))
+
+
+def test_it_is_that_of_curvlinops() -> None:
+    import curvlinops
+
+    p = PROBLEMS["mlp"]
+    model, some = p.model(), batches(p)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)  # a bias that is frozen beside its weight is not for the peer
+    peer = curvlinops.EKFACLinearOperator(
+        model, nn.CrossEntropyLoss(), list(model.parameters()), some, fisher_type="empirical",
+        separate_weight_and_bias=False, check_deterministic=False,
+    )  # fmt: skip
+    found = kfac(**JOINT)
+    found.fit(model, some)
+    v = {key: normal(*parameter.shape, seed=k) for k, (key, parameter) in enumerate(model.named_parameters())}
+    ours = found.compute_fisher_vector_product(v)
+    for key, want in zip(v, peer @ list(v.values()), strict=True):
+        assert_close(ours[key], want, 1e-10, key)
 
 
 def padded_batch(rows: list[list[int]], width: int) -> dict[str, Tensor]:

@@ -90,6 +90,43 @@ def fitted_as_one(
     return kfac.record()
 
 
+class Breaks(list[Any]):
+    """Batches whose `reading`-th reading ends in an error."""
+
+    reading = 0
+
+    def __iter__(self) -> Any:
+        self.reading -= 1
+        yield from super().__iter__()
+        if self.reading == 0:
+            raise RuntimeError("no such file")
+
+
+def one_rank_breaks_off(rank: int, reading: int, options: dict[str, Any]) -> None:
+    """The batches of the second process end in an error, in the first or second pass: all raise, and the factors stay."""
+    case = CASES["words"]
+    (inputs, targets), rows = case.data(4), [rank, rank + 2]
+    kfac, model = make(**options), wrapped("ddp", case.model())
+    batches = [(inputs[rows], targets[rows])]
+    kfac.fit(model, batches, causal_shift=False)
+    before, broken = kfac.kfac_factors, Breaks(batches)
+    broken.reading = reading if rank == 1 else 0
+    with pytest.raises((gramian.GramianError, RuntimeError)) as caught:
+        kfac.fit(model, broken, causal_shift=False)
+    assert "no such file" in str(caught.value) and (rank == 1 or str(caught.value).startswith("process 1: "))
+    assert kfac.kfac_factors is before and kfac.refreshes == 1 and len(kfac.dropped) == 1
+    kfac.fit(model, batches, causal_shift=False)
+    assert kfac.refreshes == 2
+
+
+def no_batch_under_fsdp2(rank: int) -> None:
+    """A process without a first batch cannot run the forwards that gather weights: all processes say so."""
+    case = CASES["words"]
+    model, batches = wrapped("fsdp2", case.model()), [case.data(2)] if rank == 0 else []
+    with refusal("^(process [01]: .*)?batches: has none on some process; expected"):
+        make().fit(model, batches, causal_shift=False)
+
+
 def sharded_results(kfac: gramian.KFACNaturalGradient, model: nn.Module, plain: nn.Module) -> dict[str, Tensor]:
     """`results` from a vector that is placed as the parameters are: what comes back is placed alike."""
     places = dict(model.named_parameters())

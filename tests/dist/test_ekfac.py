@@ -64,6 +64,20 @@ def test_two_passes_on_three_processes_are_those_of_one(rank: int, reduce: str, 
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("reduce", ("gram", "dense"))
+@pytest.mark.parametrize("reading", (1, 2))
+@distributed(world_size=2)
+def test_batches_that_break_off_on_one_process_end_the_fit_of_all(rank: int, reading: int, reduce: str) -> None:
+    bodies.one_rank_breaks_off(rank, reading, {"kfac_distributed_reduce": reduce, **EKFAC})
+
+
+@pytest.mark.full
+@distributed(world_size=2)
+def test_a_process_without_any_batch_is_named_under_fsdp2(rank: int) -> None:
+    bodies.no_batch_under_fsdp2(rank)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("reduce, case", list(itertools.product(("gram", "gather", "dense"), CASES)))
 @distributed(world_size=3)
 def test_three_processes_have_the_eigenvalues_of_one(rank: int, reduce: str, case: str) -> None:
