@@ -116,22 +116,23 @@ def test_a_fit_stays_within_its_budget(case: str, exact: bool) -> None:
     torch.manual_seed(0)
     model, options = CASES[case].build(), {**EKFAC, "kfac_true_fisher_head": exact, "update_freq": 1}
     data = [(x, targets_of(x, CASES[case].classes)) for x in (CASES[case].inputs() for _ in range(3))]
-    free = gramian.KFACNaturalGradient(**options).plan(model, fit=True)
-    budget = free.total() // 4
+    free = gramian.KFACNaturalGradient(**{**options, "ekfac": False}).plan(model)
+    budget = free.total() * 3 // 5  # of what K-FAC alone takes
     kfac = gramian.KFACNaturalGradient(memory_budget=budget, **options)
-    plan = kfac.plan(model, tokens=sum(y.numel() for _, y in data))
-    assert plan.total() <= budget
+    plan = kfac.plan(model, inputs=torch.cat([x for x, _ in data]))
+    assert plan.total() <= budget and any("memory_budget" in row.why for row in plan.rows)
     with measured() as alone:
         for x, y in data:
             torch.nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
     model.zero_grad()
     with measured() as used:
         kfac.fit(model, data, causal_shift=False)
-    assert used.peak <= budget + 2 * alone.peak
+    assert used.peak <= budget + alone.peak
     corrected = 0
     for row in plan.rows:
         block = kfac.kfac_factors[row.layer]
-        assert (stored_as(block, "G"), "" if block.A is None else stored_as(block, "A")) == (row.G, row.A), row.layer
+        assert stored_as(block, "G") == row.G, row.layer
+        assert row.A in ("", "shared") or stored_as(block, "A") == row.A, row.layer
         if block.correction is not None:
             corrected += 1
             assert block.correction.values_RS.nbytes <= sum(row.bytes["rest"].values()), row.layer

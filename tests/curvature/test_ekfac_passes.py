@@ -207,6 +207,9 @@ def test_the_average_over_fits_is_that_over_captures() -> None:
             p.loss(model, rows).backward()
     assert found.refreshes == 2
     assert_same(found, stored)
+    with found.correct(model, loss_reduction="sum", num_terms=5):  # once more: it replaces what it measured before
+        p.loss(model, rows).backward()
+    assert_same(found, stored)
 
 
 def test_without_ekfac_it_is_the_refresh_of_all_batches_in_one_pass() -> None:
