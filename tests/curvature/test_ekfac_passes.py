@@ -382,6 +382,6 @@ BUGS = (
 )
 
 
-@pytest.mark.parametrize("bug", sample(BUGS, 2, case=lambda bug: None), ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", sample(BUGS, 1, case=lambda bug: None), ids=lambda bug: bug.name)
 def test_a_bug_turns_its_test_red(bug: Mutation) -> None:
     turns_red(bug, RED)
