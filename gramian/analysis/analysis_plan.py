@@ -66,7 +66,7 @@ class AnalysisPlan:
 def make_plan(subject: Subject, settings: Settings, kfac: KFACNaturalGradient) -> AnalysisPlan:
     """Plan the memory of an analysis of `subject` with `settings`; `kfac` is its K-FAC object. Nothing is allocated."""
     first = next(subject.model.parameters())
-    planned = kfac.plan(subject.model, tokens=subject.tokens, fisher_type=settings.fisher)
+    planned = kfac.plan(subject.model, tokens=subject.tokens, fisher_type=settings.fisher, fit=True)
     planned_bytes = planned.totals[first.device.type].stages()
     decomposed = max((_decomposed(row) for row in planned.rows), default=0)
     n, item = subject.parameters, first.element_size()

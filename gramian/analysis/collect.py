@@ -1,7 +1,7 @@
 """K-FAC factors from several batches as if they were one, with one backward for each batch."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 
@@ -37,7 +37,7 @@ def collect(
     The model runs in evaluation mode. "labels" [B, positions] of a batch are the target of each position: nothing is shifted.
     `fisher` "mc" and "true" draw labels with a generator keyed by row and position, so the split into batches does not matter.
     `update` is called with (batches done, batches in total). Returns the mean cross entropy of the data's own labels, in nats
-    per label. Cost: a forward and a backward of every batch, without weight gradients.
+    per label. Cost: a forward and a backward of every batch, with EK-FAC two, without weight gradients.
 
     Raises:
         GramianError: if labels do not fit, the factors are not finite, or a weight is used outside its layer's own module.
@@ -45,35 +45,40 @@ def collect(
     root, drawn = unwrap(model), fisher != "empirical"
     asked = [read_batch(root, batch, False) for batch in batches]
     found = [positions(one, None) for one in asked]
-    rows, nats = 0, 0.0
-    with ExitStack() as around:
-        around.enter_context(preserve_state(root))
-        around.enter_context(_evaluation_mode(root))
-        around.enter_context(hub_of(root).governed_by(Withheld()))
-        capture = kfac.capture(root, loss_reduction="sum", num_terms=found[0].terms, force=True)
-        assert isinstance(capture, KFACCapture)
+    passes = 2 if kfac.options.ekfac else 1
+
+    def run(capture: KFACCapture, first: int) -> float:
+        """Run all batches inside `capture`, after `first` batches of earlier passes; returns the loss of the data's labels."""
+        rows, loss = 0, 0.0
         capture.estimate = "mc" if drawn else "empirical"
-        around.enter_context(capture)
-        for number, (one, counted) in enumerate(zip(asked, found, strict=True), start=1):
-            samples_B = torch.arange(rows, rows + len(one.inputs))
-            weights = None if bool(counted.counted.all()) else token_weights(one, counted)
-            capture.next(num_terms=counted.terms, token_weights=weights, sample_ids=samples_B)
-            logits = logits_of(root(*one.args, **one.kwargs))
-            assert counted.labels is not None
-            refuse_unknown_classes(counted.labels, counted.counted, logits.shape[-1])
-            nats += float(summed_cross_entropy(logits.detach(), counted.labels, counted.counted))
-            labels = draw_labels(logits, seed, samples_B, 0) if drawn else counted.labels
-            summed_cross_entropy(logits, labels, counted.counted).backward()
-            rows += len(one.inputs)
-            update(number, len(batches))
-        stray = [name for name, p in named_parameters(root) if p.grad is not None]
-        if stray:
-            raise GramianError(
-                f"{stray[0]}: got a gradient past its layer; expected the weight to be used through its own module only"
-            )
-    if kfac.dropped:
-        why = kfac.dropped[-1]["reason"]
-        raise GramianError(f"K-FAC: {why}; expected loss terms, and a model whose loss and gradients are finite")
+        with preserve_state(root), _evaluation_mode(root), hub_of(root).governed_by(Withheld()), capture:
+            for number, (one, counted) in enumerate(zip(asked, found, strict=True), start=1):
+                samples_B = torch.arange(rows, rows + len(one.inputs))
+                weights = None if bool(counted.counted.all()) else token_weights(one, counted)
+                capture.next(num_terms=counted.terms, token_weights=weights, sample_ids=samples_B)
+                logits = logits_of(root(*one.args, **one.kwargs))
+                assert counted.labels is not None
+                refuse_unknown_classes(counted.labels, counted.counted, logits.shape[-1])
+                loss += float(summed_cross_entropy(logits.detach(), counted.labels, counted.counted))
+                labels = draw_labels(logits, seed, samples_B, 0) if drawn else counted.labels
+                summed_cross_entropy(logits, labels, counted.counted).backward()
+                rows += len(one.inputs)
+                update(first + number, passes * len(batches))
+            stray = [name for name, p in named_parameters(root) if p.grad is not None]
+            if stray:
+                raise GramianError(
+                    f"{stray[0]}: got a gradient past its layer; expected the weight to be used through its own module only"
+                )
+        if kfac.dropped:
+            why = kfac.dropped[-1]["reason"]
+            raise GramianError(f"K-FAC: {why}; expected loss terms, and a model whose loss and gradients are finite")
+        return loss
+
+    factors = kfac.capture(root, loss_reduction="sum", num_terms=found[0].terms, force=True, correct=False)
+    assert isinstance(factors, KFACCapture)
+    nats = run(factors, 0)
+    if passes == 2:
+        run(kfac.correct(root, loss_reduction="sum", num_terms=found[0].terms), len(batches))
     return nats / max(1.0, sum(one.terms for one in found))
 
 

@@ -58,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=16, metavar="S", help="Lanczos steps of each probe (default: 16)")
     add("--hessian", action="store_true", help="both ends of the Hessian's spectrum, too")
     add(
-        "--ekfac", action="store_true", help="EK-FAC's eigenvalues in place of K-FAC's; keeps every token until the end"
+        "--ekfac",
+        action="store_true",
+        help="EK-FAC's eigenvalues in place of K-FAC's, from a second pass over the data",
     )
     add("--device", metavar="NAME", help="cpu or cuda (default: the config's, else cuda where there is one)")
     add("--dtype", metavar="NAME", help="fp32 or fp64 (default: fp32, and fp64 of a run in fp64)")

@@ -346,6 +346,7 @@ class KFACNaturalGradient(SavedFactors, FisherSpectrum):
         device: str | torch.device | None = None,
         free: int | None = None,
         world_size: int = 1,
+        fit: bool = False,
     ) -> CurvaturePlan:
         """Memory that a refresh and its use will need, from shapes alone: bytes per layer, stage and device.
 
@@ -362,6 +363,7 @@ class KFACNaturalGradient(SavedFactors, FisherSpectrum):
             device: where the model will run; None: where it is.
             free: bytes free there, from which "auto" storage and eigendecompositions choose GPU or CPU; None: no limit.
             world_size: number of processes that share the tokens; bytes are those of one process.
+            fit: whether the factors come from `fit`, which with `ekfac` stores no tokens; a memory_budget implies it.
 
         Returns:
             The plan: `.rows` (one per block), `.total(device)` (peak bytes); `str()` is a table.
@@ -382,4 +384,5 @@ class KFACNaturalGradient(SavedFactors, FisherSpectrum):
             free=free,
             world_size=world_size,
             only=self.state.only,
+            fit=fit,
         )

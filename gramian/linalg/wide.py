@@ -12,9 +12,12 @@ BLOCK = 2**24
 """Number of entries of a stored matrix that are converted to float32 or float64 at a time."""
 
 
-def pieces(count: int, each: int) -> Iterator[slice]:
-    """Slices that cover `count` rows (or columns) of `each` entries, with at most `BLOCK` entries or one row per slice."""
-    step = max(1, BLOCK // max(each, 1))
+def pieces(count: int, each: int, most: int | None = None) -> Iterator[slice]:
+    """Slices that cover `count` rows (or columns) of `each` entries, with at most `most` entries or one row per slice.
+
+    `most` None: `BLOCK`.
+    """
+    step = max(1, (BLOCK if most is None else most) // max(each, 1))
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
 

@@ -66,6 +66,67 @@ def same_as_one(
     return kfac.record()
 
 
+def fitted_as_one(
+    rank: int, way: str, name: str, split: list[list[int]], options: dict[str, Any], fisher_type: str
+) -> dict[str, Any]:
+    """Factors and eigenvalues of `fit` on all processes, each with its own batches, are those of one process and batch."""
+    case, samples = CASES[name], sum(map(len, split))
+    inputs, targets = case.data(samples)
+
+    def fit(kfac: gramian.KFACNaturalGradient, model: nn.Module, pieces: list[list[int]]) -> None:
+        ids = [torch.tensor(piece, dtype=torch.long) for piece in pieces]
+        kfac.fit(model, [(inputs[i], targets[i]) for i in ids], fisher_type, sample_ids=ids, causal_shift=False)
+
+    one, plain = make(**{**options, "kfac_distributed_reduce": "none"}), case.model()
+    fit(one, plain, [list(range(samples))])
+    rows = split[rank]
+    pieces = [rows[i : i + 2] for i in range(0, len(rows), 2)]
+    if not pieces and way != "ddp":
+        pieces = [[]]  # FSDP2 needs a batch on every process, which may be empty
+    kfac, model = make(**options), wrapped(way, case.model())
+    fit(kfac, model, pieces)
+    found = results(kfac, plain) if way == "ddp" else sharded_results(kfac, model, plain)
+    assert_equal(found, results(one, plain), 1e-10)
+    return kfac.record()
+
+
+class Breaks(list[Any]):
+    """Batches whose `reading`-th reading ends in an error."""
+
+    reading = 0
+
+    def __iter__(self) -> Any:
+        self.reading -= 1
+        yield from super().__iter__()
+        if self.reading == 0:
+            raise RuntimeError("no such file")
+
+
+def one_rank_breaks_off(rank: int, reading: int, options: dict[str, Any]) -> None:
+    """The batches of the second process end in an error, in the first or second pass: all raise, and the factors stay."""
+    case = CASES["words"]
+    (inputs, targets), rows = case.data(4), [rank, rank + 2]
+    kfac, model = make(**options), wrapped("ddp", case.model())
+    batches = [(inputs[rows], targets[rows])]
+    kfac.fit(model, batches, causal_shift=False)
+    before, broken = kfac.kfac_factors, Breaks(batches)
+    broken.reading = reading if rank == 1 else 0
+    with pytest.raises((gramian.GramianError, RuntimeError)) as caught:
+        kfac.fit(model, broken, causal_shift=False)
+    assert "no such file" in str(caught.value) and (rank == 1 or str(caught.value).startswith("process 1: "))
+    assert kfac.kfac_factors is before and kfac.refreshes == 1 and len(kfac.dropped) == 1
+    kfac.fit(model, batches, causal_shift=False)
+    assert kfac.refreshes == 2
+
+
+def no_batch_under_fsdp2(rank: int) -> None:
+    """A process without a first batch cannot run the forwards that gather weights: all processes say so."""
+    case = CASES["words"]
+    model, batches = wrapped("fsdp2", case.model()), [case.data(2)] if rank == 0 else []
+    with refusal("^(process [01]: .*)?batches: has none on some process; expected"):
+        make().fit(model, batches, causal_shift=False)
+
+
 def sharded_results(kfac: gramian.KFACNaturalGradient, model: nn.Module, plain: nn.Module) -> dict[str, Tensor]:
     """`results` from a vector that is placed as the parameters are: what comes back is placed alike."""
     places = dict(model.named_parameters())

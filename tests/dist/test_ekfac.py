@@ -40,6 +40,43 @@ def test_two_processes_have_the_eigenvalues_of_one(
     assert all(layer["ekfac"]["corrected"] for layer in record["layers"].values() if layer["ekfac"])
 
 
+PASSES = list(itertools.product(("gram", "gather", "dense"), CASES, TWO, ("empirical", "mc", "true"), ("ddp", "fsdp2")))
+
+
+@pytest.mark.parametrize("reduce, case, split, fisher_type, way", sample(PASSES, 3))
+@distributed(world_size=2)
+def test_two_passes_on_two_processes_are_those_of_one(
+    rank: int, reduce: str, case: str, split: str, fisher_type: str, way: str
+) -> None:
+    options = {"kfac_distributed_reduce": reduce, **EKFAC}
+    record = bodies.fitted_as_one(rank, way, case, TWO[split], options, fisher_type)
+    terms = {(layer["ekfac"]["N"], layer["N"]) for layer in record["layers"].values() if layer["ekfac"]}
+    assert len(terms) == 1 and all(layer["ekfac"]["corrected"] for layer in record["layers"].values() if layer["ekfac"])
+
+
+@pytest.mark.parametrize(
+    "reduce, way", sample(list(itertools.product(("gram", "gather", "dense"), ("ddp", "fsdp2"))), 1)
+)
+@distributed(world_size=3)
+def test_two_passes_on_three_processes_are_those_of_one(rank: int, reduce: str, way: str) -> None:
+    options = {"kfac_distributed_reduce": reduce, **EKFAC}
+    bodies.fitted_as_one(rank, way, "words", [[3, 1, 5], [], [0, 4, 2]], options, "mc")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("reduce", ("gram", "dense"))
+@pytest.mark.parametrize("reading", (1, 2))
+@distributed(world_size=2)
+def test_batches_that_break_off_on_one_process_end_the_fit_of_all(rank: int, reading: int, reduce: str) -> None:
+    bodies.one_rank_breaks_off(rank, reading, {"kfac_distributed_reduce": reduce, **EKFAC})
+
+
+@pytest.mark.full
+@distributed(world_size=2)
+def test_a_process_without_any_batch_is_named_under_fsdp2(rank: int) -> None:
+    bodies.no_batch_under_fsdp2(rank)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("reduce, case", list(itertools.product(("gram", "gather", "dense"), CASES)))
 @distributed(world_size=3)

@@ -268,6 +268,8 @@ def test_the_paper_config_of_the_notes_is_a_run(tmp_path: Path) -> None:
 
 
 def test_options_of_kfac_that_do_not_fit_together_are_named_by_their_key(tmp_path: Path) -> None:
+    with pytest.raises(GramianError, match="^kfac.memory_budget: does not bound .*; expected one of the two"):
+        load_config(written(tmp_path, '[kfac]\nekfac = true\ndamping_mode = "joint"\nmemory_budget = "8GB"\n'))
     config = load_config(written(tmp_path, "[kfac]\nekfac = true\n"))
     with pytest.raises(GramianError, match='^kfac.damping_mode: is "pi", but ekfac=True'):
         build_curvature(config, torch.nn.Linear(2, 2))

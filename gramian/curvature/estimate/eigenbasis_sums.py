@@ -5,7 +5,7 @@ Q_A [m, s] the eigenvectors of K-FAC's sides.
 
 All uses of a weight by a sample and all its tokens are added before anything is squared: Y_b = Σ_k g_k a_kᵀ. Samples are
 projected a piece at a time, and a sample with many tokens a piece of these at a time, so that the memory beside the sums does
-not grow with the batch: a few times max(`BLOCK`, r·s, min(K², o·m)) entries.
+not grow with the batch (`workspace`).
 
 For an exact softmax head with probabilities p_t and token weights w_t the sum is Σ_t w_t (q_Gᵀ(diag p_t − p_t p_tᵀ)q_G)
 (q_Aᵀa_t)², since labels of different tokens are independent. If its weight is an embedding table too, the table's part is
@@ -25,9 +25,31 @@ from gramian.curvature.blocks.block_specs import Spec
 from gramian.curvature.blocks.eigenvalue_correction import Basis, Correction
 from gramian.curvature.estimate.token_moments import shared_copy
 from gramian.linalg import Diagonal
+from gramian.linalg import wide as wide_products
 from gramian.linalg.wide import pieces, wide
 from gramian.parallel.exchange import Exchange
 from gramian.taps.sites.site import Sides
+
+FEW = 64
+"""Number of tokens that are projected at a time, at least, inside a memory budget."""
+
+
+def piece_of(o: int, m: int, r: int, s: int, budgeted: bool) -> int:
+    """Number of entries that are projected at a time: `BLOCK`; inside a memory budget those of S [r, s], or of `FEW` tokens."""
+    return min(wide_products.BLOCK, max(r * s, FEW * (o + m + r + s))) if budgeted else wide_products.BLOCK
+
+
+def workspace(o: int, m: int, r: int, s: int, budgeted: bool, tokens: int, lookups: int) -> int:
+    """Upper bound on the entries, beside the sums, while samples of `tokens` tokens, or an embedding's `lookups`, are added.
+
+    A piece of tokens and the [r, s] of its samples, as they come and on their way; for an embedding the gradients of the rows
+    that a sample has looked up.
+    """
+    each = o + m + r + s
+    piece = max(piece_of(o, m, r, s, budgeted), each)
+    met = min(piece + r * s, tokens * each + tokens // 2 * r * s)
+    looked_up = min(lookups, m) * o + 2 * min(piece, lookups * (o + r + 1))
+    return max(4 * met + r * s, looked_up) if tokens or lookups else 0
 
 
 @dataclass
@@ -90,18 +112,24 @@ class EigenbasisSums:
     squares_RS: Tensor
     norm: Tensor
     """Σ_b ‖Y_b‖², 0-dim float64; not summed where both bases are complete, because it is that of `squares_RS` then."""
+    most: int
+    """Number of entries that are projected at a time."""
     samples: int = 0
     """Number of samples, or of tokens of an exact softmax head, so far."""
 
     @classmethod
-    def of(cls, block: Block, bases: tuple[Basis, Basis]) -> "EigenbasisSums":
-        """Sums of zero for a Kronecker block in `bases` (G, A). Collective where rows of a basis are sharded."""
+    def of(cls, block: Block, bases: tuple[Basis, Basis], budgeted: bool) -> "EigenbasisSums":
+        """Sums of zero for a Kronecker block in `bases` (G, A). Collective where rows of a basis are sharded.
+
+        `budgeted`: there is a memory budget, so that samples are projected in smaller pieces.
+        """
         assert block.A is not None
         (G, A), spec = (basis.whole() for basis in bases), block.spec
         dtype = torch.promote_types(block.A.dtype, block.G.dtype)
         table = isinstance(block.A, Diagonal) and spec.layout == "table"
         squares = torch.zeros(G.rank, A.rank, dtype=dtype, device=spec.device)
-        return cls(spec, G, A, table, squares, torch.zeros((), dtype=torch.float64, device=spec.device))
+        norm = torch.zeros((), dtype=torch.float64, device=spec.device)
+        return cls(spec, G, A, table, squares, norm, piece_of(G.dim, A.dim, G.rank, A.rank, budgeted))
 
     @property
     def complete(self) -> bool:
@@ -127,7 +155,7 @@ class EigenbasisSums:
             top_B = weights_B.to(self.squares_RS)
             roots_B = torch.where(top_B > 0, top_B, 1.0).rsqrt()
         matrix = 0 if self.table or tokens == 1 else self.squares_RS.numel()
-        for part in pieces(batch, tokens * self._each + matrix):
+        for part in pieces(batch, tokens * self._each + matrix, self.most):
             if self.table:
                 self._add_lookups(uses, part, roots_B)
             elif tokens == 1:
@@ -154,37 +182,45 @@ class EigenbasisSums:
             self._add_norms(uses, part, roots_B)
 
     def _add_norms(self, uses: Sequence[EKFACUse], part: slice, roots_B: Tensor | None) -> None:
-        """Add ‖Y_b‖² of samples: Σ_kl (g_k·g_l)(a_k·a_l), or that of Y_b itself where it has fewer than K² entries."""
-        tokens, entries = sum(use.gradients_BTO.shape[1] for use in uses), self.G.dim * self.A.dim
-        for few in pieces(part.stop - part.start, min(tokens**2, entries)):
-            here = slice(part.start + few.start, part.start + few.stop)
-            chunks = self._chunks(uses, here, roots_B)
-            if tokens**2 <= entries:
-                outs, ins = zip(*chunks, strict=True)
-                out_BKO, in_BKM = torch.cat(outs, 1), torch.cat(ins, 1)
-                self.norm += (out_BKO @ out_BKO.mT).mul_(in_BKM @ in_BKM.mT).sum(dtype=torch.float64)
-            else:
+        """Add ‖Y_b‖² of samples: of Y_b itself where it is small enough, else Σ_kl (g_k·g_l)(a_k·a_l) over pairs of tokens."""
+        entries, samples = self.G.dim * self.A.dim, part.stop - part.start
+        if entries <= self.most:
+            for few in pieces(samples, entries, self.most):
+                here = slice(part.start + few.start, part.start + few.stop)
                 y_BOM = self.squares_RS.new_zeros(few.stop - few.start, self.G.dim, self.A.dim)
-                for out_BCO, in_BCM in chunks:
+                for out_BCO, in_BCM in self._chunks(uses, here, roots_B):
                     y_BOM.baddbmm_(out_BCO.mT, in_BCM)
                 self.norm += y_BOM.square_().sum(dtype=torch.float64)
+            return
+        for number, (out_BCO, in_BCM) in enumerate(self._chunks(uses, part, roots_B)):
+            for other, (out_BDO, in_BDM) in enumerate(self._chunks(uses, part, roots_B)):
+                if other > number:
+                    break
+                pairs = (out_BCO @ out_BDO.mT).mul_(in_BCM @ in_BDM.mT).sum(dtype=torch.float64)
+                self.norm += pairs if other == number else 2 * pairs
 
     def _add_lookups(self, uses: Sequence[EKFACUse], part: slice, roots_B: Tensor | None) -> None:
         """Add samples of an embedding table; a sample's tokens with the same index are added before anything is squared."""
-        width = self.A.dim
+        width, place = self.A.dim, 0
         index_BK = torch.cat([use.inputs_BT[part] for use in uses], 1)
-        out_BKO = torch.cat([self._gradients(use, part, slice(None), roots_B) for use in uses], 1)
         sample_B1 = torch.arange(len(index_BK), device=index_BK.device)[:, None]
-        keys, place_K = (sample_B1 * width + index_BK).flatten().unique(return_inverse=True)
-        joined_UO = out_BKO.new_zeros(len(keys), self.G.dim).index_add_(0, place_K, out_BKO.flatten(0, 1))
-        self.squares_RS.index_add_(1, keys % width, self.G.coordinates(joined_UO.mT).square_())
+        keys_U, place_BK = (sample_B1 * width + index_BK).unique(return_inverse=True)
+        joined_UO = self.squares_RS.new_zeros(len(keys_U), self.G.dim)
+        for use in uses:
+            for tokens in pieces(use.inputs_BT.shape[1], len(index_BK) * self._each, self.most):
+                out_BCO, size = self._gradients(use, part, tokens, roots_B), tokens.stop - tokens.start
+                joined_UO.index_add_(0, place_BK[:, place : place + size].flatten(), out_BCO.flatten(0, 1))
+                place += size
+        for some in pieces(len(keys_U), self._each, self.most):
+            squares_RU = self.G.coordinates(joined_UO[some].mT).square()
+            self.squares_RS.index_add_(1, keys_U[some] % width, squares_RU)
         if not self.complete:
-            self.norm += joined_UO.square().sum(dtype=torch.float64)
+            self.norm += joined_UO.square_().sum(dtype=torch.float64)
 
     def _chunks(self, uses: Sequence[EKFACUse], part: slice, roots_B: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
         """(output gradients [b, c, o], inputs [b, c, m]) of the samples of a slice, some tokens at a time."""
         for use in uses:
-            for tokens in pieces(use.gradients_BTO.shape[1], (part.stop - part.start) * self._each):
+            for tokens in pieces(use.gradients_BTO.shape[1], (part.stop - part.start) * self._each, self.most):
                 yield self._sides(use, part, tokens, roots_B)
 
     def _sides(self, use: EKFACUse, part: slice, tokens: slice, roots_B: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -214,7 +250,7 @@ class EigenbasisSums:
         self.samples += len(head.weights_T)
         q_VR = self.G.vectors(self.squares_RS)
         q2_VR = q_VR.square()
-        for part in pieces(len(head.weights_T), self._each):
+        for part in pieces(len(head.weights_T), self._each, self.most):
             p_TV, w_T = (t[part].to(self.squares_RS) for t in (head.probabilities_TV, head.weights_T))
             in_TM = self._with_one(head.inputs_TI[part])
             spread_TR = p_TV @ q2_VR - (p_TV @ q_VR).square()
@@ -228,7 +264,7 @@ class EigenbasisSums:
     def correction(self, terms: float, bases: tuple[Basis, Basis], exchange: Exchange | None) -> Correction:
         """EK-FAC's eigenvalues: the sums of squares of all processes over N = `terms`, with `bases` (G, A). Collective.
 
-        One all-reduce of a matrix, one of a number; `exchange` None: this process alone.
+        The sums are used up. One all-reduce of a matrix, one of a number; `exchange` None: this process alone.
         """
         squares, norm = self.squares_RS, self.norm
         if exchange is not None:
@@ -236,7 +272,7 @@ class EigenbasisSums:
         outside, whole = 0.0, float(norm)
         if not self.complete and whole > 0:
             outside = max(0.0, 1.0 - float(squares.double().sum()) / whole)
-        return Correction(squares / terms, *bases, outside)
+        return Correction(squares.div_(terms), *bases, outside)
 
 
 def _in_basis(basis: Basis, rows_BCN: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from gramian.curvature.blocks.block_specs import Spec
 from gramian.curvature.blocks.eigenvalue_correction import Basis
 from gramian.curvature.estimate.eigenbasis_sums import EigenbasisSums, EKFACUse, SoftmaxTokens, sample_weights
 from gramian.curvature.estimate.kronecker_sums import head_tokens
-from gramian.curvature.estimate.refresh_pass import RefreshPass, SumsOfOneCapture
+from gramian.curvature.estimate.refresh_pass import SumsOfOneCapture
 from gramian.curvature.estimate.token_moments import StoragePolicy
 from gramian.curvature.estimate.token_selection import TokenSelection
 from gramian.linalg.wide import pieces
@@ -52,9 +52,6 @@ class EigenvalueSums(SumsOfOneCapture):
         if spec is None or spec.parameters[0] not in record.gradients:
             return
         info, sides, is_table = record.info, record.sides(), record.layer in spec.tables
-        assert isinstance(info, RefreshPass)
-        if self.exact_head and not is_table:
-            self.selection.find_ignored(sides, info)
         if self.exact_head and record.layer == self.head:
             self._add_head(sums[spec.name], sides, record)
             return
@@ -71,13 +68,13 @@ class EigenvalueSums(SumsOfOneCapture):
             self.sums[name].add(uses, sample_weights(record.info.token_weights))
 
     def count(self, sums: dict[str, EigenbasisSums], samples: int) -> None:
-        """End a pass: forget which of its tokens have a loss term; `samples` is not used."""
+        """End a pass: forget which tokens were chosen in it; `samples` is not used."""
         self.selection.end_pass()
 
     def _add_head(self, sums: EigenbasisSums, sides: Sides, record: LayerRecord) -> None:
         """Add the tokens of an exact softmax head, some at a time, because each has as many probabilities as classes."""
         assert sides.outputs is not None
         rows_TI, _, weights_T, _ = head_tokens(self.selection, sides, record, StoragePolicy())
-        for part in pieces(len(rows_TI), sums.G.dim):
+        for part in pieces(len(rows_TI), sums.G.dim, sums.most):
             p_TV = sides.outputs(rows_TI[part]).softmax(dim=-1)
             sums.add_softmax(SoftmaxTokens(rows_TI[part], p_TV, weights_T[part].to(p_TV)))

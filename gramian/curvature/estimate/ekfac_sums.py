@@ -18,7 +18,7 @@ from gramian.curvature.blocks.eigenvalue_correction import Basis, Correction
 from gramian.curvature.estimate.eigenbasis_sums import EigenbasisSums, EKFACUse, SoftmaxTokens, sample_weights
 from gramian.curvature.options import Options
 from gramian.curvature.refresh.shared_factorisation import SharedFactorisation
-from gramian.linalg import WIDEST_DENSE, DiagonalLowRank
+from gramian.linalg import WIDEST_DENSE, Diagonal, DiagonalLowRank
 from gramian.linalg.wide import exact_float32
 
 Bases = tuple[Basis, Basis]
@@ -75,7 +75,7 @@ def correct(
     with torch.no_grad(), exact_float32():
         problem, found = "", {}
         for name, pair in bases_of(fresh, options, factorisations).items():
-            found[name] = pair, EigenbasisSums.of(fresh[name], pair)
+            found[name] = pair, EigenbasisSums.of(fresh[name], pair, options.budget is not None)
             try:
                 samples.get(name, EKFACSamples()).measure(found[name][1])
             except Exception as error:  # of any kind: raised when all processes know of it
@@ -85,7 +85,8 @@ def correct(
         problem = next((f"process {rank}: {text}" for rank, text in enumerate(problems) if text), "")
         if problem:
             raise GramianError(f"{problem}; expected every process to measure its samples (ekfac=True)")
-        for name, (pair, sums) in found.items():
+        for name in list(found):
+            pair, sums = found.pop(name)
             new = sums.correction(fresh[name].facts.terms, pair, exchange)
             fresh[name].correction = averaged(new, fresh[name], before.get(name), options.ema_decay)
 
@@ -110,6 +111,8 @@ def bases_of(blocks: Mapping[str, Block], options: Options, factorisations: Shar
 
 
 def _can_be_corrected(block: Block) -> tuple[bool, str]:
+    if all(isinstance(factor, Diagonal) for factor in block.factors.values()):
+        return False, "both sides are diagonal, and eigenvalues would be as many as weights: K-FAC's are kept"
     for side, factor in block.factors.items():
         if isinstance(factor, DiagonalLowRank) and factor.dim > WIDEST_DENSE:
             return False, f"{side} is {factor.dim} wide and has no eigenvectors: K-FAC's eigenvalues are kept"

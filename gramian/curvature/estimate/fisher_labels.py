@@ -91,11 +91,14 @@ def labels_of(root: nn.Module, batch: Any, fisher_type: str, shifted: bool | Non
     return found
 
 
-def read_batch(model: nn.Module, batch: Any, shifted: bool | None) -> LabelledBatch:
+def read_batch(
+    model: nn.Module, batch: Any, shifted: bool | None, forward: Callable[..., Any] | None = None
+) -> LabelledBatch:
     """Read a mapping as Hugging Face models take it, or (inputs, labels), as `LabelledBatch`.
 
-    `shifted`: whether position t predicts label t+1; None: decided by the model's class. A GramianError is raised for an
-    encoder-decoder model, a batch of another form, or labels that are not integers.
+    `shifted`: whether position t predicts label t+1; None: decided by the model's class. `forward`: the model's own one, if a
+    capture is open, which has replaced it. A GramianError is raised for an encoder-decoder model, a batch of another form, or
+    labels that are not integers.
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise GramianError("model: is an encoder and a decoder; expected kfac.capture(...) around your own loss for it")
@@ -107,7 +110,7 @@ def read_batch(model: nn.Module, batch: Any, shifted: bool | None) -> LabelledBa
         if not tensors:
             raise GramianError('batch: expected tensors such as "input_ids" beside "labels"')
         labels, mask = batch.get("labels"), batch.get("attention_mask")
-        known = inspect.signature(model.forward).parameters
+        known = inspect.signature(forward or model.forward).parameters
         open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
         first = rest.get("input_ids", tensors[0])
         args: tuple[Any, ...] = ()

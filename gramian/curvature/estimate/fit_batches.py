@@ -105,6 +105,7 @@ class _Passes:
     ) -> None:
         self.root, self.batches, self.sample_ids = root, batches, sample_ids
         self.labels, self.seed, self.progress = labels, seed, progress
+        self.forward = root.forward  # before a capture replaces it
 
     def __call__(self, stage: str, cap: KFACCapture) -> None:
         """Run all batches inside `cap`; the model's gradients, buffers and random state are restored.
@@ -132,11 +133,11 @@ class _Passes:
     def _run(self, cap: KFACCapture, batch: Any, ids: Tensor | None, first: int) -> int:
         """Run the passes over one batch; `first` is the number of samples before it on this process. Returns its samples."""
         labels = self.labels
-        labelled = fisher_labels.read_batch(self.root, batch, labels.causal_shift)
+        labelled = fisher_labels.read_batch(self.root, batch, labels.causal_shift, self.forward)
         if not labels.drawn and labelled.unlabelled:
             raise GramianError('labels: expected them in the batch for fisher_type="empirical"')
         size = labelled.inputs.shape[0]
-        cap.batch_size = None if size else 0  # stated, so that no row is taken for a sample
+        hub_of(self.root).batch_size = None if size else 0  # stated, so that no row is taken for a sample
         found = fisher_labels.find_positions(self.root, labelled)
         weights = fisher_labels.token_weights(labelled, found)
         samples = global_ids(ids, first, size, cap.sample_sharding)

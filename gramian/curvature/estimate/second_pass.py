@@ -71,7 +71,8 @@ def open_correction(
         specs = state.checked_specs(root)
     with torch.no_grad(), exact_float32():
         bases = bases_of(state.blocks, state.options, state.factorisations)
-        sums = {name: EigenbasisSums.of(state.blocks[name], pair) for name, pair in bases.items() if name in specs}
+        budgeted, blocks = state.options.budget is not None, state.blocks
+        sums = {name: EigenbasisSums.of(blocks[name], pair, budgeted) for name, pair in bases.items() if name in specs}
     exact = any(block.facts.estimate == "exact softmax" for block in state.blocks.values())
     eigenvalues = EigenvalueSums(specs, sums, bases, exact, state.head)
     return CorrectionCapture(state, model, eigenvalues, loss, exchange, estimate)

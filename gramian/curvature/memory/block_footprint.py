@@ -7,8 +7,8 @@ factors are built, stored and factorised (`factor_shape`), and multiplied with v
 The matrices that are factorised count as float64. Whether float32 is exact enough depends on the condition number, which
 shapes do not show, so the factorisation bytes of factors that are not stored in float64 are an upper bound.
 
-EK-FAC stores every token of both sides to the end of a refresh (a·T·(o + m) bytes for T tokens in numbers of a bytes), then
-finds the r and s eigenvectors of G and A, and stores r·s eigenvalues of its own.
+EK-FAC in one pass stores every token of both sides to the end of a refresh (a·T·(o + m) bytes for T tokens in numbers of a
+bytes); in two passes none. Both find the r and s eigenvectors of G and A, and store r·s eigenvalues of their own.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from gramian.curvature.estimate.eigenbasis_sums import piece_of, workspace
 from gramian.curvature.estimate.token_moments import StoragePolicy
 from gramian.curvature.memory.apply_footprint import apply_bytes
 from gramian.curvature.memory.block_form import MANY, BlockForm, BlockTokens
@@ -30,7 +31,7 @@ from gramian.curvature.memory.factor_shape import (
 )
 from gramian.curvature.memory.side_footprint import SideFootprint, side_footprint
 from gramian.linalg import WIDEST_DENSE
-from gramian.linalg.wide import BLOCK, piece_entries
+from gramian.linalg.wide import piece_entries
 
 
 class SidePolicies(NamedTuple):
@@ -69,6 +70,10 @@ class Footprint:
     """Bytes on the layer's GPU, on top of `apply` or `visiting`, of the chunks in transfer of factors stored on the CPU."""
     correcting: int = 0
     """Bytes on top of tokens, factors and eigenvectors, for one block at a time, while EK-FAC measures its eigenvalues."""
+    gathered: int = 0
+    """Bytes of the rows of other processes that each one has of low-rank sides while EK-FAC measures eigenvalues."""
+    streamed: bool = False
+    """True if EK-FAC measures eigenvalues in a second pass, when nothing of the first is stored but its factors."""
 
     @property
     def rest(self) -> int:
@@ -229,9 +234,9 @@ def _adding(form: BlockForm, shape: FactorShape) -> int:
 def _ekfac_tokens(form: BlockForm, counts: BlockTokens) -> int:
     """Bytes of the tokens that EK-FAC stores until it measures eigenvalues; an input that layers share counts once.
 
-    0 without EK-FAC, or if the number of tokens is not known.
+    0 without EK-FAC, in two passes, or if the number of tokens is not known.
     """
-    if not form.corrected or counts.unlimited:
+    if not form.corrected or form.streamed or counts.unlimited:
         return 0  # unknown for any number of tokens
     met, looked_up = form.local(counts.outputs), form.local(counts.table)
     width = form.inputs - form.bias
@@ -245,31 +250,38 @@ def _ekfac_tokens(form: BlockForm, counts: BlockTokens) -> int:
 def _with_correction(form: BlockForm, found: Outline, counts: BlockTokens) -> Outline:
     """The outline `found` plus EK-FAC's stored eigenvalues and the bytes while they are measured.
 
-    Unchanged if a side is too wide for eigenvectors.
+    Unchanged if a side is too wide for eigenvectors, or both are diagonal.
     """
     A, G, one = found.A, found.G, found.footprint
     assert A is not None
-    if any(shape.is_mixed and shape.side > WIDEST_DENSE for shape in (A, G)):
+    if A.kind == G.kind == "diagonal" or any(shape.is_mixed and shape.side > WIDEST_DENSE for shape in (A, G)):
         return found
-    ranks, uses = [], []
+    ranks, uses, gathered = [], [], 0
     for shape, use in ((A, one.use_A), (G, one.use_G)):
         if shape.is_mixed:
             shape = replace(shape, kind="dense", columns=shape.side)
             use = shape.decomposing(form.algebra)
+        elif shape.processes > 1:
+            gathered += replace(shape, processes=1).rest
         ranks.append(min(shape.columns, shape.side))
         uses.append(use)
-    w, entries = max(form.wide, G.storage.itemsize), ranks[0] * ranks[1]
-    tokens = 0 if counts.unlimited else form.local(counts.outputs) + form.local(counts.table)
-    rows = w * tokens * (form.inputs + form.outputs + sum(ranks))
-    chunk = 2 * w * max(entries, min(BLOCK, entries * max(tokens, 1)))
-    grams = 3 * w * min(tokens**2, max(BLOCK, tokens))
-    values = w * entries
+    w, (s, r) = max(form.wide, G.storage.itemsize), ranks
+    met, looked_up = form.local(counts.outputs) * form.linear, form.local(counts.table) * form.table
+    if form.linear:  # the lookups of a tied table are tokens like others
+        met, looked_up = met + looked_up, 0
+    working = workspace(form.outputs, form.inputs, r, s, form.budgeted, met, looked_up)
+    if form.exact:  # probabilities of a piece of tokens, and the basis with its squares
+        piece = max(piece_of(form.outputs, form.inputs, r, s, form.budgeted), form.outputs)
+        working += 4 * min(piece, met * form.outputs) + 2 * form.outputs * r + form.outputs * form.inputs
+    values = w * r * s
     footprint = replace(
         one,
         rest_G=one.rest_G + values,
         settled_G=one.settled_G + values,
         use_A=uses[0],
         use_G=uses[1],
-        correcting=rows + chunk + grams + values,
+        correcting=w * working + (0 if form.streamed else gathered),
+        gathered=gathered if form.streamed else 0,
+        streamed=form.streamed,
     )
     return replace(found, footprint=footprint)

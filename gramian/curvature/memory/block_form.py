@@ -75,6 +75,10 @@ class BlockForm:
     """How processes join their low-rank sides: "gram", "gather" or "dense" (see `kfac_distributed_reduce`); "": one process."""
     corrected: bool = False
     """True if the option `ekfac` is on: eigenvalues are measured from per-sample gradients."""
+    streamed: bool = False
+    """True if they are measured in a second pass, so that no token is stored for them."""
+    budgeted: bool = False
+    """True if there is a memory budget: samples are then projected in smaller pieces."""
 
     @classmethod
     def of(
@@ -87,11 +91,12 @@ class BlockForm:
         activation: torch.dtype | None = None,
         algebra: torch.dtype = torch.float64,
         processes: int = 1,
+        streamed: bool = False,
     ) -> "BlockForm":
         """The form of a block under the options. `activation`: dtype under autocast; None: that of the parameters.
 
         `exact`: G is the exact softmax Fisher; `shared`: another block stores its A; `powers`: exponents other than -1 will be
-        used, which need eigenvectors; `algebra`: dtype of the matrices that are factorised.
+        used, which need eigenvectors; `algebra`: dtype of the matrices that are factorised; `streamed`: EK-FAC in two passes.
         """
         activation = spec.dtype if activation is None or spec.dtype == torch.float64 else activation
         wide = 8 if activation == torch.float64 else 4
@@ -115,6 +120,8 @@ class BlockForm:
             processes=processes,
             reduction=options.kfac_distributed_reduce if processes > 1 else "",
             corrected=options.ekfac,
+            streamed=options.ekfac and streamed,
+            budgeted=options.budget is not None,
         )
 
     @property

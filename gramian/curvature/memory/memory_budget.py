@@ -9,7 +9,8 @@ If a model could exceed the budget for some number of tokens, blocks are reduced
 3. diagonal: if not even `FEWEST` tokens fit, the largest block becomes its diagonal, then the next largest;
 4. an error with the totals.
 L is one number for all blocks, so a budget that fits the plan for T tokens stores T tokens. If low rank is switched off, a
-dense side is reduced to its diagonal at once.
+dense side is reduced to its diagonal at once. With EK-FAC, S [r, s] of r and s eigenvectors counts too, and the second pass
+that measures it: fewer tokens are fewer eigenvectors, and a block that is its diagonal keeps K-FAC's eigenvalues.
 """
 
 from collections.abc import Iterator, Mapping
@@ -95,7 +96,7 @@ class _BudgetSearch:
         self.options, self.policy, self.budget, self.specs = options, policy, Budget(options.budget), specs
         self.kinds: dict[_Kind, list[str]] = {}
         for name, spec in specs.items():
-            form, home = BlockForm.of(spec, options, exact=exact in spec.layers), homes[name]
+            form, home = BlockForm.of(spec, options, exact=exact in spec.layers, streamed=True), homes[name]
             kind = _Kind(form, policy.get(name, SidePolicies()), home, store_of(options, home))
             self.kinds.setdefault(kind, []).append(name)
 

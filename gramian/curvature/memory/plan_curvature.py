@@ -33,16 +33,20 @@ def plan_curvature(
     free: int | None = None,
     world_size: int = 1,
     only: Collection[str] | None = None,
+    fit: bool = False,
 ) -> CurvaturePlan:
     """Plan the memory of K-FAC from shapes alone; `KFACNaturalGradient.plan` documents the arguments.
 
     `model` has no wrapper. `head` None: the last linear layer; `exact_head`: its G is the exact Fisher of the softmax; `only`:
-    names of the parameters whose blocks are planned, None: all. A GramianError is raised if EK-FAC is on and neither tokens nor
-    inputs are given.
+    names of the parameters whose blocks are planned, None: all; `fit`: no tokens are stored for EK-FAC. A GramianError is
+    raised if they would be, and neither tokens nor inputs are given.
     """
     check_count("world_size", world_size)
-    if options.ekfac and tokens is None and inputs is None:
-        raise GramianError("tokens: ekfac=True keeps every one of a refresh; expected how many there are, or inputs")
+    streamed = fit or options.budget is not None
+    if options.ekfac and not streamed and tokens is None and inputs is None:
+        raise GramianError(
+            "tokens: a capture with ekfac=True keeps every one of a refresh; expected how many there are, inputs, or fit=True"
+        )
     alone = world_size == 1 or options.kfac_distributed_reduce == "none"
     reduced, eigenvectors = options.weight_sharing == "reduce", power != -1 or options.damps_product
     specs = find_blocks(model, options)
@@ -67,6 +71,7 @@ def plan_curvature(
             activation=activations,
             algebra=algebra,
             processes=1 if alone else world_size,
+            streamed=streamed,
         )
         own = keeps.get(name, SidePolicies())
         counts = source.of_block(spec, world_size if alone else 1, reduced, form.exact)

@@ -22,6 +22,8 @@ class PlanTotal:
     settled: int = 0
     apply: int = 0
     correcting: int = 0
+    gathered: int = 0
+    streamed: bool = False
     leaving: int = 0
     """Bytes of the largest factor that is still being copied to another device while the next one is built."""
     uses: list[tuple[FactorisationBytes, int]] = field(default_factory=list)
@@ -65,8 +67,10 @@ class PlanTotal:
 
     @property
     def measuring(self) -> int:
-        """Bytes while EK-FAC finds eigenvectors and measures eigenvalues, tokens included; 0 without EK-FAC."""
-        return self.collect + max(self.use, self.factorised + self.correcting) if self.correcting else 0
+        """Bytes while EK-FAC finds eigenvectors and measures eigenvalues, tokens that are stored included; 0 without EK-FAC."""
+        stored = 0 if self.streamed else self.collect
+        working = self.factorised + self.gathered + self.correcting
+        return stored + max(self.use, working) if self.correcting else 0
 
     def stages(self) -> dict[str, int]:
         """{stage: bytes on this device}, for each stage of STAGES."""
@@ -85,6 +89,7 @@ def add(
     here.collect += count * one.collect
     here.joined += count * one.joined
     here.correcting = max(here.correcting, one.correcting)
+    here.gathered, here.streamed = here.gathered + count * one.gathered, here.streamed or one.streamed
     here.build, here.leaving = max(here.build, one.build + sum(sent)), max(here.leaving, *sent, 0)
     here.apply = max(here.apply, max(one.apply, one.visiting) + one.fetched if sent else one.apply)
     for store, rest, settled, use in (  # in the order of factorisation

@@ -100,6 +100,8 @@ def _layer(state: CurvatureState, block: Block) -> dict[str, Any]:
         "T_local": facts.local_tokens,
         "T_global": facts.tokens,
         "N": facts.terms,
+        "samples": facts.samples,
+        "backwards": facts.backwards,
         "estimate": facts.estimate,
         "age": state.steps - 1 - facts.step,
         "refreshes": facts.refreshes,
@@ -125,9 +127,17 @@ def _corrected(block: Block) -> dict[str, Any] | None:
     """JSON-able facts on a block's EK-FAC eigenvalues, or why it has none; None if EK-FAC does not apply to it."""
     if block.correction is None:
         return {"corrected": False, "reason": block.facts.reason_ekfac} if block.facts.reason_ekfac else None
-    correction = block.correction
-    about = {"corrected": True, "trace": float(correction.values_RS.double().sum()), "rank_G": correction.G.rank}
-    return {**about, "rank_A": correction.A.rank, "outside_trace": correction.outside}
+    correction, facts = block.correction, block.facts
+    return {
+        "corrected": True,
+        "trace": float(correction.values_RS.double().sum()),
+        "rank_G": correction.G.rank,
+        "rank_A": correction.A.rank,
+        "outside_trace": correction.outside,
+        "N": facts.ekfac_terms,
+        "samples": facts.ekfac_samples,
+        "backwards": facts.ekfac_backwards,
+    }
 
 
 def _side(side: str, factor: Factor, value: float, block: Block, max_condition: float | None) -> dict[str, Any]:

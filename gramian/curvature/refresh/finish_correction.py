@@ -8,6 +8,7 @@ from dataclasses import replace
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.consistency import agree
+from gramian.curvature.blocks.eigenvalue_correction import Correction
 from gramian.curvature.estimate.eigenvalue_sums import EigenvalueSums
 from gramian.curvature.estimate.ekfac_sums import averaged
 from gramian.curvature.estimate.kfac_capture import KFACCapture
@@ -40,6 +41,7 @@ def finish(state: CurvatureState, cap: KFACCapture) -> None:
         drop_refresh(state, f"second pass: {agreed.problem or 'no loss terms'}", lenient=True)
         return
     corrected: dict[str, Block] = {}
+    earlier: dict[str, Correction] = {}
     for name, sums in eigenvalues.sums.items():
         block = state.blocks[name]
         reached = sum(report["reached"][name] for report in reports)
@@ -49,7 +51,10 @@ def finish(state: CurvatureState, cap: KFACCapture) -> None:
             continue
         bases = eigenvalues.bases[name]
         new = sums.correction(agreed.terms, bases, cap.exchange)
-        new = averaged(new, block, state.earlier.get(name), state.options.ema_decay)
+        old = state.earlier.get(name)
+        if old is not None:  # in the new basis, so that the old one is freed
+            old = earlier[name] = replace(old, values_RS=old.seen_in(*bases), G=bases[0], A=bases[1])
+        new = averaged(new, block, old, state.options.ema_decay)
         facts = replace(
             block.facts,
             reason_ekfac="",
@@ -63,4 +68,4 @@ def finish(state: CurvatureState, cap: KFACCapture) -> None:
     except NotFinite as problem:
         drop_refresh(state, f"second pass: {problem}", lenient=True)
         return
-    state.blocks = {**state.blocks, **corrected}
+    state.blocks, state.earlier = {**state.blocks, **corrected}, {**state.earlier, **earlier}

@@ -73,9 +73,13 @@ def check_data(data: DataSection, model: sections.ModelSection) -> None:
 
 
 def check_kfac(kfac: sections.KFACSection, privacy: sections.PrivacySection | None) -> None:
-    """Raise if K-FAC's memory budget is 0 or not an amount of bytes, or a private run has no public files for curvature."""
+    """Raise if K-FAC's memory budget is 0, not bytes or beside EK-FAC, or a private run has no public files for curvature."""
     if parse_bytes("kfac.memory_budget", kfac.memory_budget) == 0:
         raise GramianError("kfac.memory_budget: expected more than 0 bytes, or none for no limit")
+    if kfac.memory_budget is not None and kfac.ekfac:
+        raise GramianError(
+            "kfac.memory_budget: does not bound the tokens that kfac.ekfac stores in a refresh; expected one of the two"
+        )
     if privacy is not None and not kfac.public_files:
         raise GramianError(
             "kfac.public_files: curvature of private data is outside the accountant; expected files of public data"
