@@ -264,8 +264,8 @@ TRAPS = (
         "drawn labels one position off",
         Edit(
             "fisher_labels:run_pass",
-            "draw_labels(logits, seed, samples, draw)",
-            "draw_labels(logits, seed, samples, draw).roll(-1, -1)",
+            "likelihood.draw(outputs, seed, samples, draw)",
+            "likelihood.draw(outputs, seed, samples, draw).roll(-1, -1)",
         ),
         _labels_seen(test_fisher_types.test_drawn_labels_are_aligned_with_the_logits_of_a_causal_model),
     ),

@@ -7,9 +7,9 @@ S = (1/N) Σ_b (Q_Gᵀ Y_b Q_A)⊙² is the diagonal of the per-sample Fisher in
 closest one in the Frobenius norm (George et al. 2018). All uses of a weight by a sample and all its tokens are added before
 anything is squared: Y_b = Σ_t g_t a_tᵀ. The basis exists only after the last token, so every token is stored until then.
 
-For an exact softmax head with probabilities p_t and token weights w_t, S = (1/N) Σ_t w_t (q_Gᵀ(diag p_t − p_t p_tᵀ)q_G)
-(q_Aᵀa_t)², since labels of different tokens are independent. If its weight is an embedding table too, the table's part is
-added, as K-FAC adds its two products.
+For an exact head with token weights w_t and the Hessian H_t by its outputs (of a softmax diag p_t − p_t p_tᵀ), S =
+(1/N) Σ_t w_t (q_GᵀH_t q_G)(q_Aᵀa_t)², since labels of different tokens are independent. If its weight is an embedding table
+too, the table's part is added, as K-FAC adds its two products.
 
 Cost beside K-FAC: 2·T·(o·r + m·s + r·s) FLOPs per sample, and T·(o + m) entries per sample until the refresh is over.
 """
@@ -24,6 +24,7 @@ from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.block_specs import Spec
 from gramian.curvature.blocks.eigenvalue_correction import Basis, Correction
+from gramian.curvature.estimate.likelihood import OutputHessian
 from gramian.curvature.estimate.token_moments import shared_copy
 from gramian.curvature.options import Options
 from gramian.curvature.refresh.shared_factorisation import SharedFactorisation
@@ -57,11 +58,11 @@ class EKFACUse:
 
 
 @dataclass
-class SoftmaxTokens:
-    """Tokens of a head whose softmax Fisher is exact: inputs [T, in], probabilities [T, V], weights [T]."""
+class HeadTokens:
+    """Tokens of a head whose Fisher is exact: inputs [T, in], Hessian by its outputs, weights [T]."""
 
     inputs_TI: Tensor
-    probabilities_TV: Tensor
+    hessian: OutputHessian
     weights_T: Tensor
 
 
@@ -73,7 +74,7 @@ class EKFACSamples:
     """{pass number: calls of layers with this weight, all by the samples of that pass}."""
     weights: dict[int, Tensor] = field(default_factory=dict)
     """{pass number: weight of each sample [B]}, the largest of its tokens; only for passes with weights other than 0 and 1."""
-    softmax: list[SoftmaxTokens] = field(default_factory=list)
+    head: list[HeadTokens] = field(default_factory=list)
 
     def add(self, number: int, use: EKFACUse, weights_BT: Tensor | None, borrowed: bool) -> None:
         """Add one layer call `use` to pass `number`, with token weights; None: all are 1.
@@ -186,7 +187,7 @@ def _measured(
     sums, problem = EigenbasisSums(zero, torch.zeros((), dtype=torch.float64, device=spec.device), G, A), ""
     table = isinstance(block.A, Diagonal) and spec.layout == "table"
     passes: list[_Rows] = []
-    heads, heads_TI = samples.softmax, []
+    heads, heads_TI = samples.head, []
     try:
         passes = [
             _Rows(spec, uses, samples.weights.get(number), dtype, table) for number, uses in samples.passes.items()
@@ -207,7 +208,7 @@ def _measured(
             else:
                 rows.add(sums, g_KR, a_KS)
         for head, a_TS in zip(heads, head_inputs, strict=True):
-            _add_softmax(sums, head, a_TS)
+            _add_head(sums, head, a_TS)
     except Exception as error:  # of any kind: raised on all processes, which take part in the collectives until then
         problem = _one_line(spec, error)
     return sums, problem
@@ -293,17 +294,20 @@ class _Rows:
         sums.norm += joined_UO.double().square().sum()
 
 
-def _add_softmax(sums: EigenbasisSums, head: SoftmaxTokens, a_TS: Tensor) -> None:
-    """Add Σ_t w_t (q_Gᵀ(diag p − p pᵀ)q_G)(q_Aᵀa)² and the trace Σ_t w_t (1 − ‖p‖²)‖a‖² of an exact head's tokens to `sums`.
+def _add_head(sums: EigenbasisSums, head: HeadTokens, a_TS: Tensor) -> None:
+    """Add Σ_t w_t (q_GᵀH_t q_G)(q_Aᵀa)² and the trace Σ_t w_t tr(H_t)‖a‖² of an exact head's tokens to `sums`.
 
-    p are probabilities, a inputs, q_G and q_A basis vectors; `a_TS` are the q_Aᵀa.
+    H_t = diag(d) − p pᵀ is the Hessian by the outputs, a are inputs, q_G and q_A basis vectors; `a_TS` are the q_Aᵀa.
     """
-    p_TV, w_T = head.probabilities_TV.to(a_TS), head.weights_T.to(a_TS)
+    d_TV, w_T = head.hessian.diagonal_TV.to(a_TS), head.weights_T.to(a_TS)
     q_VR = sums.G.combined(torch.eye(sums.G.rank, dtype=a_TS.dtype, device=a_TS.device))
-    spread_TR = p_TV @ q_VR.square() - (p_TV @ q_VR).square()
-    sums.squares_RS.addmm_((spread_TR * w_T[:, None]).mT, a_TS.square())
+    curved_TR, trace_T = d_TV @ q_VR.square(), d_TV.sum(1)
+    if head.hessian.minus_TV is not None:
+        p_TV = head.hessian.minus_TV.to(a_TS)
+        curved_TR, trace_T = curved_TR - (p_TV @ q_VR).square(), trace_T - p_TV.square().sum(1)
+    sums.squares_RS.addmm_((curved_TR * w_T[:, None]).mT, a_TS.square())
     norms_T = head.inputs_TI.to(a_TS).square().sum(1) + (1.0 if sums.A.dim > head.inputs_TI.shape[1] else 0.0)
-    sums.norm += (w_T * (1 - p_TV.square().sum(1)) * norms_T).double().sum()
+    sums.norm += (w_T * trace_T * norms_T).double().sum()
 
 
 def _with_one(inputs: Tensor, spec: Spec, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block_specs import Spec
-from gramian.curvature.estimate.ekfac_sums import EKFACSamples, EKFACUse, SoftmaxTokens
+from gramian.curvature.estimate.ekfac_sums import EKFACSamples, EKFACUse, HeadTokens
+from gramian.curvature.estimate.likelihood import Likelihood, OutputHessian, Softmax
 from gramian.curvature.estimate.loss_checks import MOST_TOKENS, check_softmax, stated_coefficient_error
 from gramian.curvature.estimate.refresh_pass import RefreshPass, SumsOfOneCapture
 from gramian.curvature.estimate.token_moments import Products, StoragePolicy, TokenMoment, Tokens
@@ -38,6 +39,8 @@ class BlockSums:
     gradients: TokenMoment | None = None
     probabilities: TokenMoment | None = None
     """Softmax outputs of the head's tokens, in place of `gradients` where the head's Fisher is exact."""
+    deviations: TokenMoment | None = None
+    """√H of the head's tokens, H the diagonal Hessian of independent outputs, in place of `gradients` where it is exact."""
     counts_V: Tensor | None = None
     """[V]: for each row of an embedding table the sum of the weights of the tokens that looked it up."""
     table_weight: float | Tensor = 0.0
@@ -46,8 +49,8 @@ class BlockSums:
     """All tokens of all samples, stored for EK-FAC only."""
 
     def moments(self) -> list[TokenMoment]:
-        """The sums of inputs, gradients, probabilities and table gradients, as a list without those that are None."""
-        found = (self.inputs, self.gradients, self.probabilities, self.table_gradients)
+        """The sums of inputs, gradients, probabilities, deviations and table gradients that are not None, as a list."""
+        found = (self.inputs, self.gradients, self.probabilities, self.deviations, self.table_gradients)
         return [moment for moment in found if moment is not None]
 
 
@@ -60,7 +63,7 @@ class KroneckerSums(SumsOfOneCapture):
     seed: int
     """Seed of the random keys by which token subsets are chosen."""
     exact_head: bool
-    """True if the G of the head is the exact Fisher of its softmax and not an estimate."""
+    """True if the G of the head is the exact Fisher of its outputs and not an estimate."""
     head: str | None = None
     """Name of the layer whose outputs are the logits; None while it is not known."""
     find_head: Callable[[], str | None] | None = None
@@ -71,6 +74,8 @@ class KroneckerSums(SumsOfOneCapture):
     """True while it is still to be checked that loss terms have the coefficient that the capture's arguments give."""
     coefficient: float | None = None
     """Measured coefficient of one loss term divided by that of the capture's arguments; None: equal or not measured."""
+    likelihood: Likelihood = Softmax()
+    """The distribution that the outputs of the head stand for; a user's own loss is taken for a softmax, and checked."""
     needs: Needs = "layer"
     per_sample: bool = False
     selection: TokenSelection = field(init=False)
@@ -129,7 +134,7 @@ class KroneckerSums(SumsOfOneCapture):
             return
         chosen = self.selection.choose(sides, info, record.layer, keep)
         gradients = chosen.tokens(sides.gradients_BTO, record.borrowed, info.scale, inverse=True)
-        alone = info.tensor_parallel is None
+        alone = info.tensor_parallel is None and isinstance(self.likelihood, Softmax) and self.likelihood.at_head
         if is_head and sides is all_tokens and sides.outputs is not None and alone and self.check_coefficient:
             rows = chosen.tokens(sides.inputs_BT, borrowed=True).rows_TN[:MOST_TOKENS]
             self._check_coefficient(sides.outputs(rows).softmax(dim=-1), gradients)
@@ -178,20 +183,28 @@ class KroneckerSums(SumsOfOneCapture):
     def _add_head(
         self, block: BlockSums, spec: Spec, sides: Sides, info: RefreshPass, record: LayerRecord, keep: StoragePolicy
     ) -> None:
-        """Add the exact Fisher of a softmax head to a block's sums: Σ w (diag p − p pᵀ), p from its recomputed outputs.
+        """Add the exact Fisher of a head to a block's sums: Σ w H, H the Hessian by its recomputed outputs.
 
-        Labels of different tokens are independent, so the Fisher of a sample's summed gradient is this sum too. A GramianError
-        is raised if the head is not a linear layer, or if the loss is not the cross entropy of its outputs.
+        H is diag p − p pᵀ for a softmax, diagonal for independent outputs. Labels of different tokens are independent, so the
+        Fisher of a sample's summed gradient is this sum too. A GramianError is raised if the head is not a linear layer, or if
+        a user's own loss is not the cross entropy of its outputs.
         """
         if sides.outputs is None:
             raise GramianError(
-                f"{record.layer}: is not a linear layer, so its softmax has no exact Fisher here; "
+                f"{record.layer}: is not a linear layer, so its outputs have no exact Fisher here; "
                 "expected another head=, or kfac_true_fisher_head=False"
             )
         if self.options.ekfac and spec.outputs <= WIDEST_DENSE:  # all tokens with a loss, whatever subset K-FAC takes
-            rows_TI, _, p_TV, weights, _ = self._softmax(sides, info, record, StoragePolicy())
-            block.samples.softmax.append(SoftmaxTokens(wide(rows_TI).clone(), p_TV, weights))
-        _, gradients, p_TV, weights, chosen = self._softmax(sides, info, record, keep)
+            rows_TI, _, hessian, weights, _ = self._head_tokens(sides, info, record, StoragePolicy())
+            block.samples.head.append(HeadTokens(wide(rows_TI).clone(), hessian, weights))
+        if not isinstance(self.likelihood, Softmax):
+            keep = StoragePolicy(diagonal=True, why="exact, of independent outputs")
+            _, _, hessian, weights, chosen = self._head_tokens(sides, info, record, keep)
+            block.deviations = block.deviations or TokenMoment(spec.outputs, keep)
+            block.deviations.add(Tokens(hessian.diagonal_TV.sqrt(), weights, None, seen=chosen.seen), Products())
+            return
+        _, gradients, hessian, weights, chosen = self._head_tokens(sides, info, record, keep)
+        p_TV = hessian.diagonal_TV
         if self.check_softmax:
             self.check_softmax = not check_softmax(spec.name, p_TV, gradients, info.tensor_parallel)
         if info.tensor_parallel is None and self.check_coefficient:
@@ -199,17 +212,17 @@ class KroneckerSums(SumsOfOneCapture):
         block.probabilities = block.probabilities or TokenMoment(spec.outputs, keep)
         block.probabilities.add(Tokens(p_TV, weights, chosen.keys, seen=chosen.seen), Products())
 
-    def _softmax(
+    def _head_tokens(
         self, sides: Sides, info: RefreshPass, record: LayerRecord, keep: StoragePolicy
-    ) -> tuple[Tensor, Tokens, Tensor, Tensor, ChosenTokens]:
-        """(inputs [T, I], gradients, probabilities [T, V], weights [T], choice) of the tokens chosen at an exact head."""
+    ) -> tuple[Tensor, Tokens, OutputHessian, Tensor, ChosenTokens]:
+        """(inputs [T, I], gradients, Hessian by the outputs, weights [T], choice) of the tokens chosen at an exact head."""
         assert sides.outputs is not None
         chosen = self.selection.choose(sides, info, record.layer, keep)
         gradients = chosen.tokens(sides.gradients_BTO, record.borrowed, info.scale, inverse=True)
         rows_TI = chosen.tokens(sides.inputs_BT, borrowed=True).rows_TN
-        p_TV = sides.outputs(rows_TI).softmax(dim=-1)
+        hessian = self.likelihood.hessian(sides.outputs(rows_TI))
         weights = (gradients.rows_TN != 0).any(1) if chosen.weights is None else chosen.weights
-        return rows_TI, gradients, p_TV, weights.to(p_TV), chosen
+        return rows_TI, gradients, hessian, weights.to(hessian.diagonal_TV), chosen
 
     def _check_coefficient(self, p_TV: Tensor, gradients: Tokens) -> None:
         """Compare, once, the head's gradients with those of cross entropy with the capture's coefficient; set `coefficient`."""

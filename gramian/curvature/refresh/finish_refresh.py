@@ -52,7 +52,8 @@ def finish(state: CurvatureState, cap: KFACCapture) -> None:
     _note_padding(state, agreed.padded)
     _note_coefficient(state, next((r["coefficient"] for r in reports if r["coefficient"] is not None), None))
     reduction = "" if cap.exchange is None else "dense"
-    builder = Builder(state.options, agreed.terms, agreed.samples, cap.estimate, cap.samples, reduction)
+    likelihood = cap.kronecker.likelihood.name
+    builder = Builder(state.options, agreed.terms, agreed.samples, cap.estimate, cap.samples, reduction, likelihood)
     join = Join(state.options, kronecker, remainder, reports, cap.exchange)
     place = Placement(state.options, agreed.free)
     factorisations = SharedFactorisation(cap.exchange)
