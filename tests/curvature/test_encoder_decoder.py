@@ -10,14 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gramian
-from gramian.curvature.estimate.labelled_batch import logits_of
+from gramian.curvature.estimate.labelled_batch import logits_of, read_batch
 from gramian.curvature.estimate.likelihood import Softmax
 from gramian.curvature.operators.loss_terms import read_terms
 from gramian.oracles import dense_kfac
-from tests.curvature.problems import IGNORE, assert_close, classes, has_bias, kfac, seeded
+from tests.curvature.problems import IGNORE, assert_close, assert_same_factors, classes, has_bias, kfac, seeded
 from tests.kit.refusals import refusal
 
 pytestmark = pytest.mark.oracle
+lengths_of_both = pytest.mark.parametrize("lengths", [pytest.param((5, 4), marks=pytest.mark.full), (5, 5)])
 
 
 def bart(tied: bool = True) -> nn.Module:
@@ -129,7 +130,26 @@ def test_factors_of_an_encoder_decoder_model_are_those_of_its_own_loss(
     assert all(block.facts.terms == terms for block in found.kfac_factors.values())
 
 
-@pytest.mark.parametrize("lengths", [(5, 4), (5, 5)], ids=["different lengths", "one length"])
+@lengths_of_both
+def test_positions_outside_the_decoder_s_mask_do_not_count(lengths: tuple[int, int]) -> None:
+    model, batch, masked, ignored = seeded(bart), text(*lengths), kfac(), kfac()
+    batch["decoder_attention_mask"] = torch.ones_like(batch["labels"])
+    batch["decoder_attention_mask"][1, 3:] = 0
+    masked.collect_kfac_factors(model, batch)
+    batch["labels"] = batch["labels"].masked_fill(batch["decoder_attention_mask"] == 0, IGNORE)
+    batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(text(*lengths)["labels"])
+    ignored.collect_kfac_factors(model, batch)
+    assert_same_factors(masked, ignored)
+    assert masked.kfac_factors["model.shared"].facts.terms == int((batch["labels"] != IGNORE).sum())
+
+
+def test_the_labels_of_a_decoder_are_never_shifted() -> None:
+    model = seeded(bart)
+    model.loss_type = "ForCausalLM"
+    assert not read_batch(model, text(), None).shifted
+
+
+@lengths_of_both
 def test_drawn_labels_and_the_exact_head_of_an_encoder_decoder_model(
     lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,20 +196,32 @@ def test_tables_of_bart_have_exact_per_sample_gradients() -> None:
 @pytest.mark.parametrize("cut", [False, True])
 def test_factors_of_question_answering_are_those_of_two_softmaxes_over_tokens(cut: bool) -> None:
     model, batch, found = seeded(answers), dict(QUESTION), kfac()
-    if cut:
-        batch["end_positions"] = torch.tensor([2, 5, 4])  # behind the last token
+    if cut:  # behind the last token: of one sample both, of another the end
+        batch |= {"start_positions": torch.tensor([0, 5, 2]), "end_positions": torch.tensor([7, 9, 4])}
+    terms, mask = (3, batch["attention_mask"] * torch.tensor([[1], [0], [1]])) if cut else (6, batch["attention_mask"])
 
     def backward() -> None:
         output = model(**batch)
         if not cut:
             (6 * output.loss).backward()
             return
-        start = F.cross_entropy(output.start_logits, batch["start_positions"], reduction="sum")
-        (start + F.cross_entropy(output.end_logits, batch["end_positions"], reduction="sum", ignore_index=5)).backward()
+        both = zip((output.start_logits, output.end_logits), ("start_positions", "end_positions"), strict=True)
+        entropy = partial(F.cross_entropy, reduction="sum", ignore_index=5)
+        sum(entropy(logits, batch[name].clamp(max=5)) for logits, name in both).backward()
 
     found.collect_kfac_factors(model, batch)
-    assert_layers(found, linear_factors(model, backward, lambda _: batch["attention_mask"], 6 - cut))
-    assert found.kfac_factors["qa_outputs"].facts.terms == 6 - cut
+    assert_layers(found, linear_factors(model, backward, lambda _: mask, terms))
+    assert found.kfac_factors["qa_outputs"].facts.terms == terms
+
+
+def test_a_mask_of_two_tokens_is_not_one_of_start_and_end() -> None:
+    found = kfac()
+    short = {name: t[:, :2] for name, t in QUESTION.items() if t.dim() > 1}
+    short["attention_mask"] = torch.tensor([[1, 1], [1, 0], [1, 1]])
+    found.collect_kfac_factors(
+        seeded(answers), {**short, "start_positions": classes(2, 3), "end_positions": classes(2, 3)}
+    )
+    assert found.kfac_factors["qa_outputs"].facts.terms == 6
 
 
 def test_drawn_answers_are_scored_by_both_softmaxes(monkeypatch: pytest.MonkeyPatch) -> None:

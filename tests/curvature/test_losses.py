@@ -50,6 +50,9 @@ from tests.kit.toys import Toy
 
 pytestmark = pytest.mark.oracle
 
+SHORT = ("mse tokens", "mse image", "bce", "probability tokens", "image with ignored positions", "classes first")
+SOME = [name if name in SHORT else pytest.param(name, marks=pytest.mark.full) for name in CASES]
+
 # ---- the data's own targets ------------------------------------------------------------------------------------------
 
 
@@ -108,7 +111,7 @@ def redrawn(case: Case, outputs: Tensor, seed: int, ids: Tensor, draw: int) -> T
     return torch.tensor(found).reshape(rows.shape[:-1])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SOME)
 def test_drawn_factors_are_those_of_the_same_draws_by_hand(name: str) -> None:
     case, ids, draws = CASES[name], torch.tensor([8, 3, 11, 2, 40]), 2
     ids, model = ids[: len(case.inputs)], case.model()
@@ -197,7 +200,7 @@ def exact_G(case: Case, model: nn.Module) -> Tensor:
     return hessians(case, case.rows(model(case.inputs).detach())[case.counted]).mean(0)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SOME)
 def test_true_is_the_hessian_at_the_head_and_drawn_elsewhere(name: str) -> None:
     case = CASES[name]
     model, head = case.model(), case.layers[-1]
@@ -383,6 +386,16 @@ def test_a_collection_of_another_loss_proves_nothing_about_a_user_s_own() -> Non
     found.collect_kfac_factors(model, (X, N3), loss="mse")
     with refusal("is not that of a cross entropy.*collect_kfac_factors"), found.capture(model, num_terms=4):
         F.mse_loss(model(X), N3).backward()
+
+
+@pytest.mark.parametrize("loss", ["mse", "bce"])
+def test_an_exact_head_counts_positions_without_a_gradient(loss: str) -> None:
+    """Targets that are met exactly."""
+    model, found = seeded(net), kfac(kfac_true_fisher_head=True)
+    f = model(X).detach()
+    found.collect_kfac_factors(model, (X, f if loss == "mse" else f.sigmoid()), loss=loss)
+    H_TV = torch.ones(4, 3) if loss == "mse" else f.sigmoid() * (1 - f.sigmoid())
+    assert_close(found.kfac_factors["2"].G.to_dense(), torch.diag(H_TV.double().mean(0)))
 
 
 def test_an_average_begins_anew_with_another_loss() -> None:

@@ -221,7 +221,10 @@ class KroneckerSums(SumsOfOneCapture):
         gradients = chosen.tokens(sides.gradients_BTO, record.borrowed, info.scale, inverse=True)
         rows_TI = chosen.tokens(sides.inputs_BT, borrowed=True).rows_TN
         hessian = self.likelihood.hessian(sides.outputs(rows_TI))
-        weights = (gradients.rows_TN != 0).any(1) if chosen.weights is None else chosen.weights
+        weights = chosen.weights
+        if weights is None and isinstance(self.likelihood, Softmax):  # of a user's loss, which may leave tokens out
+            weights = (gradients.rows_TN != 0).any(1)
+        weights = torch.ones(len(rows_TI), device=rows_TI.device) if weights is None else weights
         return rows_TI, gradients, hessian, weights.to(hessian.diagonal_TV), chosen
 
     def _check_coefficient(self, p_TV: Tensor, gradients: Tokens) -> None:
