@@ -596,7 +596,7 @@ TRAPS = (
     Mutation(
         "tokens without a loss in the exact head",
         Edit(
-            "KroneckerSums._softmax",
+            "KroneckerSums._head_tokens",
             "self.selection.choose(sides, info, record.layer, keep)",
             "ChosenTokens(None, torch.ones(sides.inputs_BT.shape[:2].numel()), None, sides.inputs_BT.shape[:2].numel())",
         ),
