@@ -8,16 +8,9 @@ import torch
 from gramian.analysis.subject import Batch
 from gramian.core.errors import GramianError
 from gramian.curvature import KFACNaturalGradient
-from gramian.curvature.estimate.fisher_labels import (
-    draw_labels,
-    logits_of,
-    positions,
-    read_batch,
-    refuse_unknown_classes,
-    summed_cross_entropy,
-    token_weights,
-)
 from gramian.curvature.estimate.kfac_capture import KFACCapture
+from gramian.curvature.estimate.labelled_batch import logits_of, positions, read_batch, token_weights
+from gramian.curvature.estimate.likelihood import Softmax
 from gramian.taps.hub import hub_of
 from gramian.taps.model.preserve_state import preserve_state
 from gramian.taps.model.user_names import named_parameters, unwrap
@@ -45,7 +38,7 @@ def collect(
     root, drawn = unwrap(model), fisher != "empirical"
     asked = [read_batch(root, batch, False) for batch in batches]
     found = [positions(one, None) for one in asked]
-    passes = 2 if kfac.options.ekfac else 1
+    softmax, passes = Softmax(), 2 if kfac.options.ekfac else 1
 
     def run(capture: KFACCapture, first: int) -> float:
         """Run all batches inside `capture`, after `first` batches of earlier passes; returns the loss of the data's labels."""
@@ -54,14 +47,14 @@ def collect(
         with preserve_state(root), _evaluation_mode(root), hub_of(root).governed_by(Withheld()), capture:
             for number, (one, counted) in enumerate(zip(asked, found, strict=True), start=1):
                 samples_B = torch.arange(rows, rows + len(one.inputs))
-                weights = None if bool(counted.counted.all()) else token_weights(one, counted)
+                weights = None if bool(counted.counted.all()) else token_weights(one, counted)[0]
                 capture.next(num_terms=counted.terms, token_weights=weights, sample_ids=samples_B)
                 logits = logits_of(root(*one.args, **one.kwargs))
                 assert counted.labels is not None
-                refuse_unknown_classes(counted.labels, counted.counted, logits.shape[-1])
-                loss += float(summed_cross_entropy(logits.detach(), counted.labels, counted.counted))
-                labels = draw_labels(logits, seed, samples_B, 0) if drawn else counted.labels
-                summed_cross_entropy(logits, labels, counted.counted).backward()
+                softmax.check(counted.labels, counted.counted, logits)
+                loss += float(softmax.summed_loss(logits.detach(), counted.labels, counted.counted))
+                labels = softmax.draw(logits, seed, samples_B, 0) if drawn else counted.labels
+                softmax.summed_loss(logits, labels, counted.counted).backward()
                 rows += len(one.inputs)
                 update(first + number, passes * len(batches))
             stray = [name for name, p in named_parameters(root) if p.grad is not None]

@@ -193,13 +193,16 @@ class KFACNaturalGradient(SavedFactors, FisherSpectrum):
         generator: torch.Generator | None = None,
         sample_ids: Tensor | None = None,
         causal_shift: bool | None = None,
+        loss: str | None = None,
+        noise_scale: float = 1.0,
+        class_axis: int | None = None,
         head: str | None = None,
         force: bool = False,
     ) -> dict[str, Block]:
         """If a refresh is due, run passes over a batch and make factors of them; `p.grad`, mode and random state are preserved.
 
         Args:
-            model: a model that returns logits, alone or as `.logits`.
+            model: a model that returns logits or other outputs, alone or as `.logits`, or start_logits and end_logits.
             batch: a mapping as Hugging Face models take it, or (inputs, labels).
             fisher_type: "empirical", "mc" (labels drawn from the model) or "true" (the head exactly, the rest "mc").
             n_samples: number of draws of labels, a pass for each; not used for "empirical".
@@ -207,13 +210,17 @@ class KFACNaturalGradient(SavedFactors, FisherSpectrum):
             sample_ids: [B], global sample ids from which draws and token subsets are derived; None: i·W + r for row i of
                 process r of W.
             causal_shift: whether position t predicts label t+1; None: as Hugging Face does for this model.
+            loss: "cross_entropy", "mse" or "bce" (docs/concepts/kfac_losses.md); None: cross entropy of integer labels.
+            noise_scale: σ of loss="mse", one term of which is ‖y − f‖²/(2σ²).
+            class_axis: axis of the outputs that has the classes or channels, 1 or -1; None: found from the labels.
             head: name of the layer whose outputs are the logits; None: as the model states it, or found in its forward.
             force: refresh at once, whatever `update_freq` says.
 
         Returns:
             `kfac_factors`, unchanged if no refresh was due.
         """
-        labels = LabelArguments(fisher_type, n_samples, generator, sample_ids, causal_shift)
+        likelihood = (loss, noise_scale, class_axis)
+        labels = LabelArguments(fisher_type, n_samples, generator, sample_ids, causal_shift, *likelihood)
         open_capture.collect(self.state, model, batch, labels, head, force)
         return self.kfac_factors
 
@@ -227,6 +234,9 @@ class KFACNaturalGradient(SavedFactors, FisherSpectrum):
         generator: torch.Generator | None = None,
         sample_ids: Iterable[Tensor] | None = None,
         causal_shift: bool | None = None,
+        loss: str | None = None,
+        noise_scale: float = 1.0,
+        class_axis: int | None = None,
         head: str | None = None,
         progress: Callable[[str, int], Any] | None = None,
     ) -> dict[str, Block]:
@@ -240,14 +250,17 @@ class KFACNaturalGradient(SavedFactors, FisherSpectrum):
             generator: source of the draws' seed; None: the object's own.
             sample_ids: for each batch global sample ids [B], from which draws and token subsets are derived; None: i·W + r for
                 the i-th sample of all batches of process r of W.
-            causal_shift: whether position t predicts label t+1; None: as Hugging Face does for this model.
-            head: name of the layer whose outputs are the logits; None: as the model states it, or found in its forward.
+            causal_shift: as for `collect_kfac_factors`, and so are the next four.
+            loss: "cross_entropy", "mse" or "bce"; None: cross entropy of integer labels.
+            noise_scale: σ of loss="mse".
+            class_axis: 1 or -1; None: found from the labels.
+            head: name of the layer whose outputs are the logits; None: found.
             progress: called after each batch with "factors" or "eigenvalues", and the number of batches so far.
 
         Returns:
             `kfac_factors`. Gradients, mode and random state of the model are preserved.
         """
-        labels = LabelArguments(fisher_type, n_samples, generator, None, causal_shift)
+        labels = LabelArguments(fisher_type, n_samples, generator, None, causal_shift, loss, noise_scale, class_axis)
         fit_batches.fit(self.state, model, batches, sample_ids, labels, head, progress)
         return self.kfac_factors
 
@@ -305,17 +318,14 @@ class KFACNaturalGradient(SavedFactors, FisherSpectrum):
 
     def natural_gradient_norm(self, model: nn.Module, gradients: Mapping[str, Tensor] | None = None) -> float:
         """√(∇ᵀ (F + damping)⁻¹ ∇) as a float; ∇ is `gradients`, {parameter: tensor}, or if None the model's `p.grad`."""
-        if gradients is None:
-            gradients = natural_gradient.gradients_of(unwrap(model))
+        gradients = natural_gradient.gradients_of(unwrap(model)) if gradients is None else gradients
         squared = inner(gradients, self.compute_natural_gradient(model, gradients=gradients))
         return math.sqrt(max(squared, 0.0))
 
     def trust_region_scale(self, step: Mapping[str, Tensor], kl: float) -> float:
-        """min(1, √(kl / (½ δᵀFδ))): the factor by which a step δ is to be multiplied to move the model by at most `kl` nats.
+        """min(1, √(kl / (½ δᵀFδ))): the factor for a step δ, {parameter: tensor}, that moves predictions by at most `kl` nats.
 
-        Args:
-            step: δ, {parameter: tensor}.
-            kl: bound, in nats, on the KL divergence between the model's predictions before and after, to second order.
+        The KL divergence between the model's predictions before and after the step is meant, to second order.
         """
         check_number("kl", kl, "positive")
         moved = 0.5 * self.quadratic_form(step)

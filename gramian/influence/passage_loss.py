@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gramian.curvature.estimate.fisher_labels import logits_of
+from gramian.curvature.estimate.labelled_batch import logits_of
 from gramian.data.windows import NOT_COUNTED
 from gramian.influence.corpus import Batch, Corpus
 

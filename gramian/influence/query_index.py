@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.consistency import unique_parameters
-from gramian.curvature.estimate.fisher_labels import logits_of
+from gramian.curvature.estimate.labelled_batch import logits_of
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.uses.influence import Influence
 from gramian.data.windows import NOT_COUNTED

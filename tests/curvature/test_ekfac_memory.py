@@ -27,9 +27,9 @@ SOME = [*CASES, *(name for name in ODD if name != "one by one")] if FULL else ["
 def bytes_of(samples: dict[str, EKFACSamples]) -> int:
     """Every tensor that is kept, each memory once."""
     uses = [use for kept in samples.values() for some in kept.passes.values() for use in some]
-    heads = [head for kept in samples.values() for head in kept.softmax]
+    heads = [head for kept in samples.values() for head in kept.head]
     parts = [t for use in uses for t in (use.inputs_BT, use.gradients_BTO)]
-    parts += [t for head in heads for t in (head.inputs_TI, head.probabilities_TV, head.weights_T)]
+    parts += [t for head in heads for t in (head.inputs_TI, head.hessian.diagonal_TV, head.weights_T)]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in parts}.values())
 
 

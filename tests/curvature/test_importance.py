@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 import gramian
 from gramian.curvature import TokenImportance, parameter_importance, token_importance
-from gramian.curvature.estimate.fisher_labels import IGNORE, draw_labels
+from gramian.curvature.estimate.likelihood import IGNORE, Softmax
 from gramian.models import GPT, GPTConfig
 from gramian.oracles import dense_kfac
 from gramian.statistics import DiagonalFisherEstimate, TokenTraces, by_row
@@ -202,7 +202,7 @@ def test_drawn_labels_give_the_mean_over_draws() -> None:
     found = token_importance(model, {"x_BT": x}, "mc", n_samples=3, seed=5)
     apart: list[TokenImportance] = []
     for draw in range(3):
-        labels = draw_labels(model(x), 5, torch.arange(len(x)), draw)
+        labels = Softmax().draw(model(x), 5, torch.arange(len(x)), draw)
         apart.append(token_importance(model, (x, labels)))
     assert_tensors(found.layers, {k: sum(one.layers[k] for one in apart) / 3 for k in found.layers}, 1e-12)
     assert_tensors(found.rows, {k: sum(one.rows[k] for one in apart) / 3 for k in found.rows}, 1e-12)

@@ -530,8 +530,8 @@ TRAPS: dict[str, tuple[Edit, dict[str, Any]]] = {
     "draws that every process counts for itself": (
         Edit(
             "fisher_labels:run_pass",
-            "draw_labels(logits, seed, samples, draw)",
-            "draw_labels(logits, seed, samples.argsort(), draw)",
+            "likelihood.draw(outputs, seed, samples, draw)",
+            "likelihood.draw(outputs, seed, samples.argsort(), draw)",
         ),
         {"check": "draws"},
     ),

@@ -84,8 +84,8 @@ TRAPS = (
         "labels of a causal model not shifted",
         Edit(
             "loss_terms:read_terms",
-            "fisher_labels.read_batch(root, batch, causal_shift)",
-            "fisher_labels.read_batch(root, batch, False)",
+            "labelled_batch.read_batch(root, batch, causal_shift)",
+            "labelled_batch.read_batch(root, batch, False)",
         ),
         _oracle("fisher_of_sequences", "hugging_face"),
     ),

@@ -264,8 +264,8 @@ TRAPS = (
         "drawn labels one position off",
         Edit(
             "fisher_labels:run_pass",
-            "draw_labels(logits, seed, samples, draw)",
-            "draw_labels(logits, seed, samples, draw).roll(-1, -1)",
+            "likelihood.draw(outputs, seed, samples, draw)",
+            "likelihood.draw(outputs, seed, samples, draw).roll(-1, -1)",
         ),
         _labels_seen(test_fisher_types.test_drawn_labels_are_aligned_with_the_logits_of_a_causal_model),
     ),
@@ -596,7 +596,7 @@ TRAPS = (
     Mutation(
         "tokens without a loss in the exact head",
         Edit(
-            "KroneckerSums._softmax",
+            "KroneckerSums._head_tokens",
             "self.selection.choose(sides, info, record.layer, keep)",
             "ChosenTokens(None, torch.ones(sides.inputs_BT.shape[:2].numel()), None, sides.inputs_BT.shape[:2].numel())",
         ),

@@ -15,6 +15,7 @@ from gramian.cli import main
 from gramian.cli.profile import profile_kfac
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.estimate import fisher_labels, token_moments
+from gramian.curvature.estimate.likelihood import Softmax
 from gramian.curvature.estimate.token_selection import TokenSelection
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.privacy.clipping import clipping_rule, sample_norms
@@ -311,7 +312,7 @@ BUGS = {
         "mlp: natural gradient, joint damping",
     ),
     "drawn labels": (
-        (fisher_labels, "draw_labels", rolled),
+        (Softmax, "draw", rolled),
         "mlp: Monte Carlo frequencies",
         "gpt: Monte Carlo frequencies",
     ),
@@ -398,7 +399,7 @@ def test_a_check_that_crashes_has_failed_and_the_others_run_on(capsys, monkeypat
     def crash(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("no labels\ntoday")
 
-    monkeypatch.setattr(fisher_labels, "draw_labels", crash)
+    monkeypatch.setattr(Softmax, "draw", crash)
     status, out, err = run(capsys, "--verbose")
     assert status == 1
     assert out.splitlines()[-1] == "14 of 18 checks passed"

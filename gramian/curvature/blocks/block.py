@@ -44,7 +44,9 @@ class Facts:
     seconds: float = 0.0
     shares_A_with: str = ""
     estimate: str = ""
-    """Where the labels behind G came from: "empirical" (the data), "mc" (drawn), or "exact softmax" (no labels)."""
+    """Where the labels behind G came from: "empirical" (the data), "mc" (drawn), or "exact softmax" (no labels).
+
+    Of another loss than a softmax its name follows: "mc, bce", "exact mse, noise_scale=1"."""
     local_tokens: int = 0
     """Number of tokens that this process had, out of the `tokens` of all processes."""
     reduction_A: str = ""

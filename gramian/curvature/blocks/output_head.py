@@ -25,6 +25,16 @@ def known_head(root: nn.Module, head: str | None) -> str | None:
     return names.get(id(module)) if module is not None else None
 
 
+def same_head(head: str, layer: str | None) -> str:
+    """Return `head` if it is `layer`, the one whose output the model's forward returned as it is; else raise a GramianError."""
+    if layer != head:
+        raise GramianError(
+            f"head: what {head!r} returns is not what the model returns, so its outputs have no exact Fisher here; expected "
+            'the last layer, or fisher_type="mc" and kfac_true_fisher_head=False'
+        )
+    return head
+
+
 def seen_head(layer: str | None, specs: Mapping[str, Spec], exact_head: bool) -> str | None:
     """Return `layer` if it has K-FAC factors, else None, or with `exact_head` raise a GramianError.
 

@@ -7,9 +7,9 @@ All uses of a weight by a sample and all its tokens are added before anything is
 projected a piece at a time, and a sample with many tokens a piece of these at a time, so that the memory beside the sums does
 not grow with the batch (`workspace`).
 
-For an exact softmax head with probabilities p_t and token weights w_t the sum is Σ_t w_t (q_Gᵀ(diag p_t − p_t p_tᵀ)q_G)
-(q_Aᵀa_t)², since labels of different tokens are independent. If its weight is an embedding table too, the table's part is
-added, as K-FAC adds its two products.
+For an exact head with token weights w_t and the Hessian H_t by its outputs (of a softmax diag p_t − p_t p_tᵀ) the sum is
+Σ_t w_t (q_GᵀH_t q_G)(q_Aᵀa_t)², since labels of different tokens are independent. If its weight is an embedding table too, the
+table's part is added, as K-FAC adds its two products.
 
 Cost: 2·K·(o·r + m·s + r·s) FLOPs per sample.
 """
@@ -23,6 +23,7 @@ from torch import Tensor
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.block_specs import Spec
 from gramian.curvature.blocks.eigenvalue_correction import Basis, Correction
+from gramian.curvature.estimate.likelihood import OutputHessian
 from gramian.curvature.estimate.token_moments import shared_copy
 from gramian.linalg import Diagonal
 from gramian.linalg import wide as wide_products
@@ -84,11 +85,11 @@ class EKFACUse:
 
 
 @dataclass
-class SoftmaxTokens:
-    """Tokens of a head whose softmax Fisher is exact: inputs [T, in], probabilities [T, V], weights [T]."""
+class HeadTokens:
+    """Tokens of a head whose Fisher is exact: inputs [T, in], Hessian by its outputs, weights [T]."""
 
     inputs_TI: Tensor
-    probabilities_TV: Tensor
+    hessian: OutputHessian
     weights_T: Tensor
 
 
@@ -115,7 +116,7 @@ class EigenbasisSums:
     most: int
     """Number of entries that are projected at a time."""
     samples: int = 0
-    """Number of samples, or of tokens of an exact softmax head, so far."""
+    """Number of samples, or of tokens of an exact head, so far."""
 
     @classmethod
     def of(cls, block: Block, bases: tuple[Basis, Basis], budgeted: bool) -> "EigenbasisSums":
@@ -242,22 +243,25 @@ class EigenbasisSums:
 
     # ---- exact heads -----------------------------------------------------------------------------------------------
 
-    def add_softmax(self, head: SoftmaxTokens) -> None:
-        """Add Σ_t w_t (q_Gᵀ(diag p − p pᵀ)q_G)(q_Aᵀa)² and the trace Σ_t w_t (1 − ‖p‖²)‖a‖² of an exact head's tokens.
+    def add_head(self, head: HeadTokens) -> None:
+        """Add Σ_t w_t (q_GᵀH_t q_G)(q_Aᵀa)² and the trace Σ_t w_t tr(H_t)‖a‖² of an exact head's tokens.
 
-        p are probabilities, a inputs, q_G and q_A basis vectors.
+        H_t = diag(d) − p pᵀ is the Hessian by the outputs, a are inputs, q_G and q_A basis vectors.
         """
         self.samples += len(head.weights_T)
         q_VR = self.G.vectors(self.squares_RS)
         q2_VR = q_VR.square()
         for part in pieces(len(head.weights_T), self._each, self.most):
-            p_TV, w_T = (t[part].to(self.squares_RS) for t in (head.probabilities_TV, head.weights_T))
+            d_TV, w_T = (t[part].to(self.squares_RS) for t in (head.hessian.diagonal_TV, head.weights_T))
             in_TM = self._with_one(head.inputs_TI[part])
-            spread_TR = p_TV @ q2_VR - (p_TV @ q_VR).square()
+            curved_TR, trace_T = d_TV @ q2_VR, d_TV.sum(1)
+            if head.hessian.minus_TV is not None:
+                p_TV = head.hessian.minus_TV[part].to(self.squares_RS)
+                curved_TR, trace_T = curved_TR - (p_TV @ q_VR).square(), trace_T - p_TV.square().sum(1)
             a_ST = self.A.coordinates(in_TM.mT)
-            self.squares_RS.addmm_((spread_TR * w_T[:, None]).mT, a_ST.square().mT)
+            self.squares_RS.addmm_((curved_TR * w_T[:, None]).mT, a_ST.square().mT)
             if not self.complete:
-                self.norm += (w_T * (1 - p_TV.square().sum(1)) * in_TM.square().sum(1)).double().sum()
+                self.norm += (w_T * trace_T * in_TM.square().sum(1)).double().sum()
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from gramian.curvature.blocks.block_specs import Spec
 from gramian.curvature.blocks.eigenvalue_correction import Basis
-from gramian.curvature.estimate.eigenbasis_sums import EigenbasisSums, EKFACUse, SoftmaxTokens, sample_weights
+from gramian.curvature.estimate.eigenbasis_sums import EigenbasisSums, EKFACUse, HeadTokens, sample_weights
 from gramian.curvature.estimate.kronecker_sums import head_tokens
+from gramian.curvature.estimate.likelihood import Likelihood, Softmax
 from gramian.curvature.estimate.refresh_pass import SumsOfOneCapture
 from gramian.curvature.estimate.token_moments import StoragePolicy
 from gramian.curvature.estimate.token_selection import TokenSelection
@@ -30,8 +31,10 @@ class EigenvalueSums(SumsOfOneCapture):
     bases: Mapping[str, tuple[Basis, Basis]]
     """{K-FAC block: eigenvectors of G and A}, with their rows as the factors store them."""
     exact_head: bool
-    """True if the Fisher of the head is that of its softmax and not of labels."""
+    """True if the Fisher of the head is that of its outputs and not of labels."""
     head: str | None
+    likelihood: Likelihood = Softmax()
+    """The distribution that the outputs of an exact head stand for."""
     seed: int = 0
     coefficient: float | None = None
     needs: Needs = "layer"
@@ -72,9 +75,9 @@ class EigenvalueSums(SumsOfOneCapture):
         self.selection.end_pass()
 
     def _add_head(self, sums: EigenbasisSums, sides: Sides, record: LayerRecord) -> None:
-        """Add the tokens of an exact softmax head, some at a time, because each has as many probabilities as classes."""
+        """Add the tokens of an exact head, some at a time, because the Hessian of each has as many entries as outputs."""
         assert sides.outputs is not None
-        rows_TI, _, weights_T, _ = head_tokens(self.selection, sides, record, StoragePolicy())
+        rows_TI, _, weights_T, _ = head_tokens(self.selection, self.likelihood, sides, record, StoragePolicy())
         for part in pieces(len(rows_TI), sums.G.dim, sums.most):
-            p_TV = sides.outputs(rows_TI[part]).softmax(dim=-1)
-            sums.add_softmax(SoftmaxTokens(rows_TI[part], p_TV, weights_T[part].to(p_TV)))
+            hessian = self.likelihood.hessian(sides.outputs(rows_TI[part]))
+            sums.add_head(HeadTokens(rows_TI[part], hessian, weights_T[part].to(hessian.diagonal_TV)))

@@ -15,7 +15,7 @@ from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.block_specs import Spec
 from gramian.curvature.blocks.eigenvalue_correction import Basis, Correction
-from gramian.curvature.estimate.eigenbasis_sums import EigenbasisSums, EKFACUse, SoftmaxTokens, sample_weights
+from gramian.curvature.estimate.eigenbasis_sums import EigenbasisSums, EKFACUse, HeadTokens, sample_weights
 from gramian.curvature.options import Options
 from gramian.curvature.refresh.shared_factorisation import SharedFactorisation
 from gramian.linalg import WIDEST_DENSE, Diagonal, DiagonalLowRank
@@ -33,7 +33,7 @@ class EKFACSamples:
     """{pass number: calls of layers with this weight, all by the samples of that pass}."""
     weights: dict[int, Tensor | None] = field(default_factory=dict)
     """{pass number: weight of each sample [B]}; None: each sample counts once."""
-    softmax: list[SoftmaxTokens] = field(default_factory=list)
+    head: list[HeadTokens] = field(default_factory=list)
 
     def add(self, number: int, use: EKFACUse, weights_BT: Tensor | None, borrowed: bool) -> None:
         """Add one layer call `use` to pass `number`, with token weights; None: all are 1.
@@ -55,8 +55,8 @@ class EKFACSamples:
         """Add all stored samples to `sums`."""
         for number, uses in self.passes.items():
             sums.add(uses, self.weights[number])
-        for head in self.softmax:
-            sums.add_softmax(head)
+        for head in self.head:
+            sums.add_head(head)
 
 
 def correct(

@@ -7,6 +7,7 @@ Samples are numbered across batches: the i-th sample of process r of W is sample
 depend on seed, sample, position and draw alone, so both passes draw the same, however the samples are divided into batches.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -21,6 +22,8 @@ from gramian.curvature.blocks.consistency import module_of, refuse_open_capture
 from gramian.curvature.estimate import fisher_labels, open_capture, second_pass
 from gramian.curvature.estimate.fisher_labels import LabelArguments
 from gramian.curvature.estimate.kfac_capture import KFACCapture, LossArguments, global_ids
+from gramian.curvature.estimate.labelled_batch import token_weights
+from gramian.curvature.estimate.likelihood import Likelihood
 from gramian.curvature.refresh import refresh_schedule
 from gramian.curvature.state import CurvatureState
 from gramian.parallel.lockstep import Lockstep, sharing_group
@@ -48,21 +51,22 @@ def fit(
     """
     root = module_of(model)
     with open_capture.step(state, model, force=True) as (_, exchange):
-        fisher_labels.check_draws(labels.fisher_type, labels.n_samples, labels.generator)
+        labels.check()
         _check_iterable("batches", batches, state.options.ekfac)
         if sample_ids is not None:
             _check_iterable("sample_ids", sample_ids, state.options.ekfac)
         refuse_open_capture(root)
+        batches, likelihood = _likelihood_of(root, batches, labels)
+        exact_head = labels.exact_head(likelihood, state.options.kfac_true_fisher_head)
     draw_seed, subset_seed = state.seeds
     if labels.generator is not None:
         draw_seed, subset_seed = refresh_schedule.draw_seed(labels.generator), draw_seed
-    exact_head = labels.fisher_type == "true" or state.options.kfac_true_fisher_head
-    estimate, loss = "mc" if labels.drawn else "empirical", LossArguments("sum", 0.0, None)
+    estimate, loss = labels.estimate(likelihood), LossArguments("sum", 0.0, None)
     before = state.factors_now()
-    run = _Passes(root, batches, sample_ids, labels, draw_seed, progress)
+    run = _Passes(root, batches, sample_ids, labels, likelihood, draw_seed, progress)
     try:
         cap = open_capture.open_refresh(
-            state, model, loss, exchange, head, exact_head, estimate, subset_seed, correct=False
+            state, model, loss, exchange, head, exact_head, estimate, subset_seed, False, likelihood
         )
         run("factors", cap)
     except BaseException as error:
@@ -73,7 +77,7 @@ def fit(
         return
     dropped = len(state.dropped)
     try:
-        run("eigenvalues", second_pass.open_correction(state, model, loss, estimate))
+        run("eigenvalues", second_pass.open_correction(state, model, loss, estimate, likelihood))
     except BaseException:
         state.restore_factors(before)
         raise
@@ -91,6 +95,16 @@ def _check_iterable(name: str, values: Any, twice: bool) -> None:
         )
 
 
+def _likelihood_of(root: nn.Module, batches: Iterable[Any], labels: LabelArguments) -> tuple[Iterable[Any], Likelihood]:
+    """(the batches, the distribution that the labels of the first belong to); that of `labels.loss` without a batch."""
+    reader = iter(batches)
+    first = next(reader, None)
+    if first is None:
+        return batches, labels.stated_likelihood()
+    likelihood = fisher_labels.question_of(root, first, labels).likelihood
+    return (itertools.chain([first], reader) if isinstance(batches, Iterator) else batches), likelihood
+
+
 class _Passes:
     """Runs the forwards and backwards of all batches inside a capture, once for the factors and once for eigenvalues."""
 
@@ -100,10 +114,11 @@ class _Passes:
         batches: Iterable[Any],
         sample_ids: Iterable[Tensor] | None,
         labels: LabelArguments,
+        likelihood: Likelihood,
         seed: int,
         progress: Progress | None,
     ) -> None:
-        self.root, self.batches, self.sample_ids = root, batches, sample_ids
+        self.root, self.batches, self.sample_ids, self.likelihood = root, batches, sample_ids, likelihood
         self.labels, self.seed, self.progress = labels, seed, progress
         self.forward = root.forward  # before a capture replaces it
 
@@ -133,18 +148,21 @@ class _Passes:
     def _run(self, cap: KFACCapture, batch: Any, ids: Tensor | None, first: int) -> int:
         """Run the passes over one batch; `first` is the number of samples before it on this process. Returns its samples."""
         labels = self.labels
-        labelled = fisher_labels.read_batch(self.root, batch, labels.causal_shift, self.forward)
-        if not labels.drawn and labelled.unlabelled:
-            raise GramianError('labels: expected them in the batch for fisher_type="empirical"')
-        size = labelled.inputs.shape[0]
+        question = fisher_labels.question_of(self.root, batch, labels, self.forward)
+        if question.likelihood != self.likelihood:
+            raise GramianError(
+                f"labels: are those of {question.likelihood.name}; expected {self.likelihood.name}, as in the first batch"
+            )
+        size = question.batch.inputs.shape[0]
         hub_of(self.root).batch_size = None if size else 0  # stated, so that no row is taken for a sample
-        found = fisher_labels.find_positions(self.root, labelled)
-        weights = fisher_labels.token_weights(labelled, found)
+        found = question.find_positions(self.root)
+        weights, *others = token_weights(question.batch, found) or (None,)
+        cap.other_weights = tuple(other for other in others if other is not None)
         samples = global_ids(ids, first, size, cap.sample_sharding)
         for draw in range(labels.n_samples if labels.drawn else 1):
             cap.draw = draw
             cap.next(num_terms=found.terms, token_weights=weights, sample_ids=samples)
-            fisher_labels.run_pass(self.root, labelled, found, draw if labels.drawn else None, self.seed, samples, cap)
+            fisher_labels.run_pass(self.root, question, found, draw if labels.drawn else None, self.seed, samples, cap)
         return size
 
     def _numbered(self) -> Iterator[tuple[Any, Tensor | None]]:

@@ -92,6 +92,8 @@ class KFACCapture(Capture):
         """(rank, size) by which samples are numbered over the processes that share the refresh; None: one process has all."""
         self.draw = 0
         """Number of the draw of labels that the next pass uses."""
+        self.other_weights: tuple[Tensor, ...] = ()
+        """Token weights [B, T] for layers that see another number of tokens than token_weights have (an encoder's)."""
         self.no_backward = ""
         """Text of the error to raise if no process had a backward inside the capture."""
         self.terms = 0.0
@@ -198,6 +200,7 @@ class KFACCapture(Capture):
             units=None,
             sample_ids=None,
             token_weights=None if weights is None else weights[mine],
+            other_weights=tuple(other[mine] for other in self.other_weights),
             factor=factor,
             loss_scale=self._loss_scale,
             num_terms=count,

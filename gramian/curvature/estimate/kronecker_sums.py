@@ -15,8 +15,9 @@ from torch import Tensor
 
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block_specs import Spec
-from gramian.curvature.estimate.eigenbasis_sums import EKFACUse, SoftmaxTokens
+from gramian.curvature.estimate.eigenbasis_sums import EKFACUse, HeadTokens
 from gramian.curvature.estimate.ekfac_sums import EKFACSamples
+from gramian.curvature.estimate.likelihood import Likelihood, Softmax
 from gramian.curvature.estimate.loss_checks import MOST_TOKENS, check_softmax, stated_coefficient_error
 from gramian.curvature.estimate.refresh_pass import RefreshPass, SumsOfOneCapture
 from gramian.curvature.estimate.token_moments import Products, StoragePolicy, TokenMoment, Tokens
@@ -39,6 +40,8 @@ class BlockSums:
     gradients: TokenMoment | None = None
     probabilities: TokenMoment | None = None
     """Softmax outputs of the head's tokens, in place of `gradients` where the head's Fisher is exact."""
+    deviations: TokenMoment | None = None
+    """√H of the head's tokens, H the diagonal Hessian of independent outputs, in place of `gradients` where it is exact."""
     counts_V: Tensor | None = None
     """[V]: for each row of an embedding table the sum of the weights of the tokens that looked it up."""
     table_weight: float | Tensor = 0.0
@@ -47,8 +50,8 @@ class BlockSums:
     """All tokens of all samples, stored for EK-FAC only."""
 
     def moments(self) -> list[TokenMoment]:
-        """The sums of inputs, gradients, probabilities and table gradients, as a list without those that are None."""
-        found = (self.inputs, self.gradients, self.probabilities, self.table_gradients)
+        """The sums of inputs, gradients, probabilities, deviations and table gradients that are not None, as a list."""
+        found = (self.inputs, self.gradients, self.probabilities, self.deviations, self.table_gradients)
         return [moment for moment in found if moment is not None]
 
 
@@ -61,7 +64,7 @@ class KroneckerSums(SumsOfOneCapture):
     seed: int
     """Seed of the random keys by which token subsets are chosen."""
     exact_head: bool
-    """True if the G of the head is the exact Fisher of its softmax and not an estimate."""
+    """True if the G of the head is the exact Fisher of its outputs and not an estimate."""
     stores_samples: bool = False
     """True if all tokens are stored, so that EK-FAC can measure its eigenvalues at the end of the capture."""
     head: str | None = None
@@ -74,6 +77,8 @@ class KroneckerSums(SumsOfOneCapture):
     """True while it is still to be checked that loss terms have the coefficient that the capture's arguments give."""
     coefficient: float | None = None
     """Measured coefficient of one loss term divided by that of the capture's arguments; None: equal or not measured."""
+    likelihood: Likelihood = Softmax()
+    """The distribution that the outputs of the head stand for; a user's own loss is taken for a softmax, and checked."""
     needs: Needs = "layer"
     per_sample: bool = False
     selection: TokenSelection = field(init=False)
@@ -129,7 +134,7 @@ class KroneckerSums(SumsOfOneCapture):
             return
         chosen = self.selection.choose(sides, info, record.layer, keep)
         gradients = chosen.tokens(sides.gradients_BTO, record.borrowed, info.scale, inverse=True)
-        alone = info.tensor_parallel is None
+        alone = info.tensor_parallel is None and isinstance(self.likelihood, Softmax) and self.likelihood.at_head
         if is_head and sides is all_tokens and sides.outputs is not None and alone and self.check_coefficient:
             rows = chosen.tokens(sides.inputs_BT, borrowed=True).rows_TN[:MOST_TOKENS]
             self._check_coefficient(sides.outputs(rows).softmax(dim=-1), gradients)
@@ -178,23 +183,31 @@ class KroneckerSums(SumsOfOneCapture):
     def _add_head(
         self, block: BlockSums, spec: Spec, sides: Sides, info: RefreshPass, record: LayerRecord, keep: StoragePolicy
     ) -> None:
-        """Add the exact Fisher of a softmax head to a block's sums: Σ w (diag p − p pᵀ), p from its recomputed outputs.
+        """Add the exact Fisher of a head to a block's sums: Σ w H, H the Hessian by its recomputed outputs.
 
-        Labels of different tokens are independent, so the Fisher of a sample's summed gradient is this sum too. A GramianError
-        is raised if the head is not a linear layer, or if the loss is not the cross entropy of its outputs.
+        H is diag p − p pᵀ for a softmax, diagonal for independent outputs. Labels of different tokens are independent, so the
+        Fisher of a sample's summed gradient is this sum too. A GramianError is raised if the head is not a linear layer, or if
+        a user's own loss is not the cross entropy of its outputs.
         """
         if sides.outputs is None:
             raise GramianError(
-                f"{record.layer}: is not a linear layer, so its softmax has no exact Fisher here; "
+                f"{record.layer}: is not a linear layer, so its outputs have no exact Fisher here; "
                 "expected another head=, or kfac_true_fisher_head=False"
             )
         if self.stores_samples and spec.outputs <= WIDEST_DENSE:  # all tokens with a loss, whatever subset K-FAC takes
-            rows_TI, _, weights, _ = head_tokens(self.selection, sides, record, StoragePolicy())
-            p_TV = sides.outputs(rows_TI).softmax(dim=-1)
-            block.samples.softmax.append(SoftmaxTokens(wide(rows_TI).clone(), p_TV, weights.to(p_TV)))
-        rows_TI, gradients, weights, chosen = head_tokens(self.selection, sides, record, keep)
-        p_TV = sides.outputs(rows_TI).softmax(dim=-1)
+            rows_TI, _, weights, _ = head_tokens(self.selection, self.likelihood, sides, record, StoragePolicy())
+            hessian = self.likelihood.hessian(sides.outputs(rows_TI))
+            block.samples.head.append(HeadTokens(wide(rows_TI).clone(), hessian, weights.to(hessian.diagonal_TV)))
+        independent = not isinstance(self.likelihood, Softmax)
+        if independent:
+            keep = StoragePolicy(diagonal=True, why="exact, of independent outputs")
+        rows_TI, gradients, weights, chosen = head_tokens(self.selection, self.likelihood, sides, record, keep)
+        p_TV = self.likelihood.hessian(sides.outputs(rows_TI)).diagonal_TV
         weights = weights.to(p_TV)
+        if independent:
+            block.deviations = block.deviations or TokenMoment(spec.outputs, keep)
+            block.deviations.add(Tokens(p_TV.sqrt(), weights, None, seen=chosen.seen), Products())
+            return
         if self.check_softmax:
             self.check_softmax = not check_softmax(spec.name, p_TV, gradients, info.tensor_parallel)
         if info.tensor_parallel is None and self.check_coefficient:
@@ -209,7 +222,7 @@ class KroneckerSums(SumsOfOneCapture):
 
 
 def head_tokens(
-    selection: TokenSelection, sides: Sides, record: LayerRecord, keep: StoragePolicy
+    selection: TokenSelection, likelihood: Likelihood, sides: Sides, record: LayerRecord, keep: StoragePolicy
 ) -> tuple[Tensor, Tokens, Tensor, ChosenTokens]:
     """(inputs [T, I], gradients, weights [T], choice) of the tokens with a loss term that are chosen at an exact head."""
     info = record.info
@@ -217,4 +230,8 @@ def head_tokens(
     chosen = selection.choose(sides, info, record.layer, keep)
     gradients = chosen.tokens(sides.gradients_BTO, record.borrowed, info.scale, inverse=True)
     rows_TI = chosen.tokens(sides.inputs_BT, borrowed=True).rows_TN
-    return rows_TI, gradients, (gradients.rows_TN != 0).any(1) if chosen.weights is None else chosen.weights, chosen
+    weights = chosen.weights
+    if weights is None and isinstance(likelihood, Softmax):  # of a user's loss, which may leave tokens out
+        weights = (gradients.rows_TN != 0).any(1)
+    weights = torch.ones(len(rows_TI), device=rows_TI.device) if weights is None else weights
+    return rows_TI, gradients, weights, chosen

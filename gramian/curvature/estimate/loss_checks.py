@@ -102,8 +102,8 @@ def _check_softmax(layer: str, p_TV: Tensor, gradients: Tokens) -> bool:
             raise GramianError(
                 f"{layer}: the gradient of token {piece.start + row} is not that of a cross entropy of this layer's outputs "
                 f"(targets sum to {float(target[row].sum()):.4g}, smallest {float(target[row].min()):.4g}); expected softmax "
-                "cross entropy on the head itself, with the right loss_reduction, num_terms and loss_scale, or "
-                "kfac_true_fisher_head=False"
+                "cross entropy on the head itself, with the right loss_reduction, num_terms and loss_scale, "
+                'collect_kfac_factors(..., loss="mse" or "bce"), or kfac_true_fisher_head=False'
             )
         seen = seen or bool(live.any())
     return seen

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.consistency import has_factors, module_of
-from gramian.curvature.blocks.output_head import known_head, seen_head
+from gramian.curvature.blocks.output_head import known_head, same_head, seen_head
 from gramian.curvature.estimate import fisher_labels
 from gramian.curvature.estimate.fisher_labels import LabelArguments
 from gramian.curvature.estimate.kfac_capture import IdleCapture, KFACCapture, LossArguments
 from gramian.curvature.estimate.kronecker_sums import KroneckerSums
+from gramian.curvature.estimate.labelled_batch import Positions
+from gramian.curvature.estimate.likelihood import Likelihood, Softmax
 from gramian.curvature.estimate.remainder_sums import RemainderSums
 from gramian.curvature.memory.memory_budget import keeps_of
 from gramian.curvature.refresh import finish_refresh, refresh_schedule
@@ -48,23 +50,25 @@ def collect(
     """
     root = module_of(model)
     with step(state, model, force) as (due, exchange):
-        fisher_labels.check_draws(labels.fisher_type, labels.n_samples, labels.generator)
-        labelled = fisher_labels.labels_of(root, batch, labels.fisher_type, labels.causal_shift)
+        labels.check()
+        question = fisher_labels.question_of(root, batch, labels)
+        exact_head = labels.exact_head(question.likelihood, state.options.kfac_true_fisher_head)
     if not due:
         return
-    exact_head = labels.fisher_type == "true" or state.options.kfac_true_fisher_head
     draw_seed, subset_seed = state.seeds
     if labels.generator is not None:
         draw_seed, subset_seed = refresh_schedule.draw_seed(labels.generator), draw_seed
 
-    def opened(found: fisher_labels.Positions, weights: Tensor | None) -> KFACCapture:
+    def opened(found: Positions, weights: Tensor | None) -> KFACCapture:
         loss = LossArguments("sum", found.terms, weights)
-        estimate = "mc" if labels.drawn else "empirical"
-        return open_refresh(state, model, loss, exchange, head, exact_head, estimate, subset_seed)
+        estimate = labels.estimate(question.likelihood)
+        return open_refresh(
+            state, model, loss, exchange, head, exact_head, estimate, subset_seed, likelihood=question.likelihood
+        )
 
     try:
         draws = labels.n_samples if labels.drawn else None
-        fisher_labels.run_passes(root, labelled, opened, draws, draw_seed, labels.sample_ids)
+        fisher_labels.run_passes(root, question, opened, draws, draw_seed, labels.sample_ids)
     except BaseException as error:
         if exchange is not None:  # if the capture has announced an error already, that one counts
             rendezvous = refresh_schedule.refresh_rendezvous(state, exchange)
@@ -98,11 +102,13 @@ def open_refresh(
     estimate: str,
     seed: int,
     correct: bool = True,
+    likelihood: Likelihood = Softmax(),  # noqa: B008 (frozen)
 ) -> KFACCapture:
     """A `KFACCapture` of a model; a GramianError if it does not fit the factors, or head or memory budget are impossible.
 
-    `exact_head`: use the exact Fisher of the head's softmax; `estimate`: "empirical" or "mc"; `seed`: that of token subsets;
-    `correct`: with EK-FAC, store the tokens and measure its eigenvalues at the end.
+    `exact_head`: use the exact Fisher of the head's outputs, which stand for the distribution `likelihood`; `estimate`:
+    "empirical" or "mc", for the record; `seed`: that of token subsets; `correct`: with EK-FAC, store the tokens and measure
+    its eigenvalues at the end.
     """
     root, stores_samples = module_of(model), state.options.ekfac and correct
     if stores_samples and state.options.memory_budget is not None:
@@ -128,10 +134,13 @@ def open_refresh(
         head=found,
         check_softmax=not state.softmax_checked,
         check_coefficient=not state.coefficient_checked,
+        likelihood=likelihood,
     )
     finish = finish_refresh.finish
     cap = KFACCapture(state, model, kronecker, RemainderSums(specs), finish, loss, estimate, exchange)
     if found is None:
         kronecker.find_head = lambda: seen_head(cap.output_layer(), specs, exact_head)
+    elif exact_head and not isinstance(likelihood, Softmax):  # that of a softmax is seen from its gradients
+        kronecker.find_head = lambda: same_head(found, cap.output_layer())
     state.specs, state.model_ref = specs, weakref.ref(root)
     return cap

@@ -23,6 +23,8 @@ class RefreshPass(PassInfo):
     """Number of the draw of labels that this pass uses; 0 for the data's own labels."""
     announcement: int = 0
     """Number of the `cap.next(...)` call that gave num_terms; equal for several forwards of one backward."""
+    other_weights: tuple[Tensor, ...] = ()
+    """Token weights [B, T] or [B, 1] for layers whose number of tokens is not that of `token_weights`."""
     whole_batch: int = 0
     """Number of samples behind `num_terms`: this process's and those of the other processes of a tensor-parallel group."""
     tensor_parallel: TensorParallel | None = None

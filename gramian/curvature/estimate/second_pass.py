@@ -13,6 +13,7 @@ from gramian.curvature.estimate.eigenbasis_sums import EigenbasisSums
 from gramian.curvature.estimate.eigenvalue_sums import EigenvalueSums
 from gramian.curvature.estimate.ekfac_sums import bases_of
 from gramian.curvature.estimate.kfac_capture import KFACCapture, LossArguments
+from gramian.curvature.estimate.likelihood import Likelihood, Softmax
 from gramian.curvature.refresh import finish_correction, refresh_schedule
 from gramian.curvature.state import CurvatureState
 from gramian.linalg.wide import exact_float32
@@ -51,12 +52,16 @@ class CorrectionCapture(KFACCapture):
 
 
 def open_correction(
-    state: CurvatureState, model: nn.Module, loss: LossArguments, estimate: str = "empirical"
+    state: CurvatureState,
+    model: nn.Module,
+    loss: LossArguments,
+    estimate: str = "empirical",
+    likelihood: Likelihood = Softmax(),  # noqa: B008 (frozen)
 ) -> CorrectionCapture:
     """The context of a second pass over a model with factors, whose eigenvectors it finds first. Collective.
 
-    The head is exact if its factors are. A GramianError is raised if there are no factors, EK-FAC is off or the model is
-    another one: on all processes.
+    The head is exact if its factors are. A GramianError is raised if there are no factors, EK-FAC is off, the model is another
+    one, or an exact head is that of another distribution than `likelihood`: on all processes.
     """
     state.refuse_nested()
     exchange = refresh_schedule.model_exchange(state, model)
@@ -69,10 +74,14 @@ def open_correction(
         if state.model is not None and state.model is not root:
             raise GramianError("model: the factors here are those of another model; expected one object for each model")
         specs = state.checked_specs(root)
+        exact = {block.facts.estimate for block in state.blocks.values() if block.facts.estimate.startswith("exact ")}
+        if exact - {f"exact {likelihood.name}"}:
+            raise GramianError(
+                f"factors: their head is {min(exact)}; expected kfac.fit(...) for both passes of that loss"
+            )
     with torch.no_grad(), exact_float32():
         bases = bases_of(state.blocks, state.options, state.factorisations)
         budgeted, blocks = state.options.budget is not None, state.blocks
         sums = {name: EigenbasisSums.of(blocks[name], pair, budgeted) for name, pair in bases.items() if name in specs}
-    exact = any(block.facts.estimate == "exact softmax" for block in state.blocks.values())
-    eigenvalues = EigenvalueSums(specs, sums, bases, exact, state.head)
+    eigenvalues = EigenvalueSums(specs, sums, bases, bool(exact), state.head, likelihood)
     return CorrectionCapture(state, model, eigenvalues, loss, exchange, estimate)

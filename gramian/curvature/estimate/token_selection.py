@@ -157,6 +157,8 @@ class TokenSelection:
         if weights is None:
             weights = self._not_padding(sides, info)
         if weights is not None:
+            known = (weights, *info.other_weights)
+            weights = next((w for w in known if w.shape[1] in (1, tokens)), weights)
             weights = weights.to(sides.gradients_BTO.device).double()
             if tokens == 1:
                 weights = weights.amax(1, keepdim=True)  # a layer behind a pooling sees the samples that count

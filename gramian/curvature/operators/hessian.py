@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.consistency import check_number
-from gramian.curvature.estimate.fisher_labels import logits_of
+from gramian.curvature.estimate.labelled_batch import logits_of
 from gramian.curvature.operators.loss_terms import LossName, Terms, listed, read_all
 from gramian.curvature.operators.model_operator import ModelOperator
 from gramian.curvature.operators.parameter_space import Selection

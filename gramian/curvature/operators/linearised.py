@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.consistency import unique_parameters
-from gramian.curvature.estimate.fisher_labels import LabelledBatch, logits_of
+from gramian.curvature.estimate.labelled_batch import LabelledBatch, logits_of
 from gramian.curvature.operators.parameter_space import ParameterSpace
 from gramian.curvature.operators.side_effect_free import leaves, substituted, twice_differentiable
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gramian.core.errors import GramianError
-from gramian.curvature.estimate import fisher_labels
+from gramian.curvature.estimate import labelled_batch
+from gramian.curvature.estimate.likelihood import refuse_unknown_classes
 from gramian.linalg.spectra.operator import seen
 
 LossName = Literal["cross_entropy", "mse"]
@@ -26,7 +27,7 @@ LOSSES = ("cross_entropy", "mse")
 class Terms:
     """One batch: the arguments of the model's forward (`question`), and the targets and weights of its loss terms."""
 
-    question: fisher_labels.LabelledBatch
+    question: labelled_batch.LabelledBatch
     loss: LossName
     targets: Tensor
     """Targets of the positions: classes [*positions], or numbers [*positions, C], aligned with the outputs."""
@@ -49,7 +50,7 @@ class Terms:
         weights_R = self.weights.reshape(-1).to(outputs)
         if self.loss == "mse":
             return self.targets.flatten(0, -2).to(outputs), weights_R
-        fisher_labels.refuse_unknown_classes(self.targets, self.weights > 0, outputs.shape[-1])
+        refuse_unknown_classes(self.targets, self.weights > 0, outputs.shape[-1])
         return self.targets.masked_fill(self.weights == 0, 0).reshape(-1), weights_R
 
     def summed_loss(self, outputs: Tensor) -> Tensor:
@@ -75,10 +76,10 @@ def read_terms(root: nn.Module, batch: Any, loss: LossName, causal_shift: bool |
         if question.mask_BT is not None and question.mask_BT.shape == counted.shape:
             counted &= question.mask_BT.to(counted.device) != 0
     else:
-        question = fisher_labels.read_batch(root, batch, causal_shift)
+        question = labelled_batch.read_batch(root, batch, causal_shift)
         if question.unlabelled:
             raise GramianError("labels: expected them in the batch")
-        found = fisher_labels.positions(question, None)
+        found = labelled_batch.positions(question, None)
         assert found.labels is not None
         targets, counted = found.labels, found.counted
     weights = counted.double()
@@ -131,16 +132,16 @@ def _check_weights(token_weights: Any, shape: torch.Size) -> None:
         raise GramianError("token_weights: hold negative or non-finite numbers; expected none")
 
 
-def _numbers(root: nn.Module, batch: Any) -> tuple[fisher_labels.LabelledBatch, Tensor]:
+def _numbers(root: nn.Module, batch: Any) -> tuple[labelled_batch.LabelledBatch, Tensor]:
     """(the forward's arguments, target numbers [B, ..., C]) of a batch for the squared error; a GramianError without them."""
     if isinstance(batch, Mapping):
         targets = batch.get("labels")
-        question = fisher_labels.read_batch(
+        question = labelled_batch.read_batch(
             root, {name: v for name, v in batch.items() if name != "labels"}, shifted=False
         )
     elif isinstance(batch, Sequence) and len(batch) == 2 and isinstance(batch[0], Tensor):
         inputs, targets = batch
-        question = fisher_labels.LabelledBatch((inputs,), {}, None, None, inputs, shifted=False)
+        question = labelled_batch.LabelledBatch((inputs,), {}, None, None, inputs, shifted=False)
     else:
         raise GramianError(f"batch: expected a mapping with labels, or (inputs, labels), got {type(batch).__name__}")
     if not isinstance(targets, Tensor) or not targets.is_floating_point() or targets.dim() < 2:

@@ -34,12 +34,21 @@ class Builder:
     """Builds the factors of one refresh, block after block; blocks with the same inputs share one factor A."""
 
     def __init__(
-        self, options: Options, terms: float, samples: int, estimate: str, local_samples: int, reduction: str
+        self,
+        options: Options,
+        terms: float,
+        samples: int,
+        estimate: str,
+        local_samples: int,
+        reduction: str,
+        likelihood: str,
     ) -> None:
         """Set what all blocks share: numbers of loss `terms` and `samples` of all processes, `local_samples` of this one.
 
-        `estimate` is "empirical" or "mc"; `reduction`: how sums outside K-FAC were joined, "dense", or "" for one process.
+        `estimate` is "empirical" or "mc"; `reduction`: how sums outside K-FAC were joined, "dense", or "" for one process;
+        `likelihood`: name of the distribution that the head's outputs stand for.
         """
+        self.likelihood = likelihood
         self.options, self.terms, self.samples = options, terms, samples
         self.estimate, self.local_samples, self.reduction = estimate, local_samples, reduction
         self._inputs: list[tuple[JoinedTotal, Factor, str]] = []
@@ -47,7 +56,8 @@ class Builder:
     def kronecker(self, spec: Spec, sums: BlockTotals, place: "Placement") -> Block | None:
         """The K-FAC block of a weight from its joined sums; None without tokens. `place` moves its factors to their device."""
         started = time.perf_counter()
-        linear = sums.inputs is not None and (sums.gradients is not None or sums.probabilities is not None)
+        exact = sums.probabilities or sums.deviations
+        linear = sums.inputs is not None and (sums.gradients is not None or exact is not None)
         if not linear and sums.table_gradients is None:
             return None
         dtype = self.options.storage_dtype(spec.dtype)
@@ -60,9 +70,10 @@ class Builder:
             _count_tokens(facts, sums.inputs)
             facts.reduction_A = sums.inputs.reduction
             A, facts.shares_A_with, facts.reason_A = self._input_factor(spec, sums.inputs, dtype, place)
-            if sums.probabilities is not None:
-                G, facts.reason_G = self._softmax_factor(sums.probabilities, dtype), sums.probabilities.reason
-                facts.estimate, facts.reduction_G = "exact softmax", sums.probabilities.reduction
+            if exact is not None:
+                G = self._softmax_factor(exact, dtype) if sums.probabilities else self._gradient_factor(exact, dtype)
+                facts.estimate, facts.reason_G = f"exact {self.likelihood}", exact.reason
+                facts.reduction_G = exact.reduction
             else:
                 assert sums.gradients is not None
                 G, facts.reason_G = self._gradient_factor(sums.gradients, dtype), sums.gradients.reason

@@ -55,7 +55,8 @@ def finish(state: CurvatureState, cap: KFACCapture) -> None:
     _note_coefficient(state, next((r["coefficient"] for r in reports if r["coefficient"] is not None), None))
     reduction = "" if cap.exchange is None else "dense"
     before = {name: block.correction for name, block in state.blocks.items() if block.correction is not None}
-    builder = Builder(state.options, agreed.terms, agreed.samples, cap.estimate, cap.samples, reduction)
+    likelihood = cap.kronecker.likelihood.name
+    builder = Builder(state.options, agreed.terms, agreed.samples, cap.estimate, cap.samples, reduction, likelihood)
     join = Join(state.options, kronecker, remainder, reports, cap.exchange)
     place = Placement(state.options, agreed.free)
     factorisations = SharedFactorisation(cap.exchange)

@@ -70,6 +70,7 @@ class BlockTotals:
     inputs: JoinedTotal | None
     gradients: JoinedTotal | None
     probabilities: JoinedTotal | None
+    deviations: JoinedTotal | None
     table_gradients: JoinedTotal | None
     counts_V: Tensor | None
     table_weight: float

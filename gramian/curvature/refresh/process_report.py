@@ -15,7 +15,7 @@ from gramian.core.dtypes import wide_dtype
 from gramian.curvature.estimate.kronecker_sums import BlockSums
 from gramian.curvature.estimate.token_moments import TokenMoment, same_sums
 
-ROLES = ("inputs", "gradients", "probabilities", "table_gradients")
+ROLES = ("inputs", "gradients", "probabilities", "deviations", "table_gradients")
 """Names of the sums of a block, attributes of `BlockSums`."""
 
 

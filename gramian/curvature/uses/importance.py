@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.consistency import module_of
-from gramian.curvature.estimate.fisher_labels import check_draws, find_positions, labels_of, run_pass
+from gramian.curvature.estimate.fisher_labels import LabelArguments, question_of, run_pass
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.options import check_seed
 from gramian.curvature.uses.fisher_parameters import blocks_of
@@ -130,19 +130,24 @@ def token_importance(
         GramianError: for fisher_type "true", an empty batch, or one without labels for "empirical".
     """
     root = module_of(model)
-    check_draws(fisher_type, n_samples, None)
+    arguments = LabelArguments(fisher_type, n_samples, None, None, causal_shift)
+    arguments.check()
     check_seed(seed)
     if fisher_type == "true":
         raise GramianError('fisher_type: expected "empirical" or "mc", got "true"')
-    request = labels_of(root, batch, fisher_type, causal_shift)
+    question = question_of(root, batch, arguments)
+    if question.batch.source_BT is not None:
+        raise GramianError(
+            "model: is an encoder with a decoder, whose layers see different tokens; expected one of both"
+        )
     traces, rows, draws = TokenTraces(), RowTraces(), range(n_samples) if fisher_type == "mc" else (None,)
-    size = request.inputs.shape[0]
+    size = question.batch.inputs.shape[0]
     if not size:
         raise GramianError("batch: has no rows; expected at least one")
     with preserve_state(root), hub_of(root).governed_by(Withheld()):
-        found = find_positions(root, request)
+        found = question.find_positions(root)
         with Capture(root, traces, rows, loss_reduction="sum", batch_size=size) as seen:
             for draw in draws:
-                run_pass(root, request, found, draw, seed, torch.arange(size))
+                run_pass(root, question, found, draw, seed, torch.arange(size))
     by_layer = {layer: t.reshape(len(draws), size, -1).mean(0) for layer, t in seen[traces].items()}
     return TokenImportance(by_layer, {name: t * size for name, t in seen[rows].items()})

@@ -1,6 +1,6 @@
 """Sites: one class per kind of layer, with what its forward saves and the formulas of its per-sample gradients."""
 
-from gramian.taps.sites import attention, convolution, embedding, linear, normalization, recurrent
+from gramian.taps.sites import attention, convolution, embedding, hugging_face_tables, linear, normalization, recurrent
 from gramian.taps.sites.generic import Generic
 from gramian.taps.sites.site import Site
 from gramian.taps.sites.site_registry import register_site, site_for
@@ -11,6 +11,7 @@ __all__ = [
     "attention",
     "convolution",
     "embedding",
+    "hugging_face_tables",
     "linear",
     "normalization",
     "recurrent",

@@ -9,6 +9,8 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from gramian.core.errors import GramianError
+from gramian.linalg.wide import wide
+from gramian.parallel.tensor_parallel import full_tensor
 from gramian.taps.gradients import Convolved, PerSampleGradient, Summed
 from gramian.taps.gradients.convolved import Geometry
 from gramian.taps.sites.linear import autocast
@@ -58,7 +60,7 @@ class Convolution(Site):
         return LayerForm("kernel", torch.Size(module.weight.shape[1:]).numel(), module.weight.shape[0])
 
     def sides(self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int) -> Sides:
-        """Patches [B, positions, channels·kernel size] of the saved input and output gradients [B, positions, O]."""
+        """Patches [B, positions, channels·kernel size], output gradients [B, positions, O], the layer for patches."""
         assert isinstance(module, _ConvNd)
         images, padding = _padded(module, saved[0])
         patches = F.pad(images, [side for p in reversed(padding) for side in (p, p)]) if any(padding) else images
@@ -69,7 +71,12 @@ class Convolution(Site):
         width = patches.shape[1] * torch.Size(module.kernel_size).numel()
         patches = patches.movedim(1, len(axes) + 1).reshape(patches.shape[0], places.numel(), width)
         g_BTO = _by_position(by_sample(output_gradients[0], batch))
-        return Sides(by_sample(patches, batch).reshape(*g_BTO.shape[:2], patches.shape[2]), g_BTO)
+
+        def outputs(rows_TI: Tensor) -> Tensor:
+            matrix, bias = wide(full_tensor(module.weight.detach())).flatten(1), module.bias
+            return F.linear(rows_TI.to(matrix), matrix, None if bias is None else wide(full_tensor(bias.detach())))
+
+        return Sides(by_sample(patches, batch).reshape(*g_BTO.shape[:2], width), g_BTO, outputs=outputs)
 
 
 def _by_position(g_BK: Tensor) -> Tensor:
