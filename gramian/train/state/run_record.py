@@ -30,12 +30,13 @@ class Record:
 
     def __init__(self, folder: Path, parts: Parts) -> None:
         self._path, self._parts = folder / "record.json", parts
-        self.not_valid = self._earlier()
+        self._before = self._earlier()
+        self.not_valid = self._earlier_reasons()
         """Reasons why the reported ε does not hold for this run; empty if none is known."""
         if parts.config.privacy is not None and parts.config.privacy.decisions == "raw":
             self.mark_not_valid(RAW)
         self._written: Any = ()
-        self._curvature: dict[str, Any] | None = None
+        self._curvature: dict[str, Any] | None = self._before.get("kfac")
 
     def mark_not_valid(self, reason: str) -> None:
         """Add a reason why the reported ε does not hold; the next `update` writes it to record.json."""
@@ -48,9 +49,8 @@ class Record:
         A row proof checks that each row of a layer's tensors depends on one sample only. With `curvature`, of all processes
         together, "kfac" has options, counters and, per layer, λ, κ, tokens and clips (`KFACNaturalGradient.record`).
         """
-        kfac = self._parts.stepper.kfac
-        if curvature and kfac is not None and kfac.refreshes:
-            self._curvature = kfac.record()
+        if curvature:
+            self._curvature = self._newer(self._parts.stepper.curvature_record())
         privacy, proof, failed = self._parts.stepper.privacy_record(), {}, None
         if privacy is not None:
             proof = privacy.pop("proof")
@@ -74,12 +74,25 @@ class Record:
         replace_text(self._path, json.dumps(record, indent=2) + "\n")
         self._written = known
 
-    def _earlier(self) -> list[str]:
-        """Reasons why ε does not hold that record.json had before this run was resumed."""
+    def _newer(self, now: dict[str, Any] | None) -> dict[str, Any] | None:
+        """K-FAC's facts `now`, or those of record.json if no step was taken since: a resumed run has inverted nothing yet."""
+        before = self._before.get("kfac")
+        if now is not None and isinstance(before, dict) and before.get("steps") == now["steps"]:
+            return before
+        return now
+
+    def _earlier(self) -> dict[str, Any]:
+        """The content of record.json before this run was resumed; empty without one of the same config."""
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             before = json.loads(self._path.read_text(encoding="utf-8"))
             if before["config_hash"] == self._parts.config.hash:
-                return [str(reason) for reason in before["privacy"]["epsilon_not_valid_because"]]
+                return dict(before)
+        return {}
+
+    def _earlier_reasons(self) -> list[str]:
+        """Reasons why ε does not hold that record.json had before this run was resumed."""
+        with contextlib.suppress(LookupError, TypeError):
+            return [str(reason) for reason in self._before["privacy"]["epsilon_not_valid_because"]]
         return []
 
 
