@@ -29,12 +29,17 @@ def refresh_summary(record: Mapping[str, Any]) -> dict[str, Any]:
     }
     return {
         "refresh": record["refreshes"],
-        "policy": options["kfac_policy"] if options["kfac_use_woodbury"] else "no low rank",
+        "policy": policy_of(options),
         "damping_mode": options["damping_mode"],
         "kappa_max": limited.pop() if len(limited) == 1 else None,
         "clip_share": clip_share(clip for layer in layers.values() for clip in clips_of(layer)),
         "layers": {name: _layer(name, layer, shared) for name, layer in layers.items() if "A" in layer["sides"]},
     }
+
+
+def policy_of(options: Mapping[str, Any]) -> str:
+    """The policy in force, from the options of a record: `kfac_policy`, or "no low rank" where `kfac_use_woodbury` is off."""
+    return str(options["kfac_policy"]) if options["kfac_use_woodbury"] else "no low rank"
 
 
 def clips_of(layer: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -14,6 +14,7 @@ import torch
 
 from gramian.core.durable_files import replace_text
 from gramian.core.version import VERSION
+from gramian.optim.precondition import KL_CLIP
 from gramian.train.build.run_parts import Parts
 
 FORMAT = 1
@@ -70,7 +71,12 @@ class Record:
                 "proof": {**proof, "not_covered_by_epsilon": ["samples", "runs"]},
             }
         if self._curvature is not None:
-            record["kfac"] = self._curvature
+            options = self._parts.config.kfac
+            natural = options is not None and self._parts.config.optimizer.kind != "kfac"
+            record["kfac"] = {
+                **self._curvature,
+                "kl_clip": (options.kl_clip or KL_CLIP) if natural and options else None,
+            }
         replace_text(self._path, json.dumps(record, indent=2) + "\n")
         self._written = known
 
