@@ -37,7 +37,9 @@ class Record:
         if parts.config.privacy is not None and parts.config.privacy.decisions == "raw":
             self.mark_not_valid(RAW)
         self._written: Any = ()
-        self._curvature: dict[str, Any] | None = self._before.get("kfac")
+        before = self._before.get("kfac")
+        self._curvature: dict[str, Any] | None = before if isinstance(before, dict) and "steps" in before else None
+        """K-FAC's facts; of a resumed run at first those that it left, because it has inverted nothing yet."""
 
     def mark_not_valid(self, reason: str) -> None:
         """Add a reason why the reported ε does not hold; the next `update` writes it to record.json."""
@@ -51,13 +53,13 @@ class Record:
         together, "kfac" has options, counters and, per layer, λ, κ, tokens and clips (`KFACNaturalGradient.record`).
         """
         if curvature:
-            self._curvature = self._newer(self._parts.stepper.curvature_record())
+            self._curvature = self._parts.stepper.curvature_record() or self._curvature
         privacy, proof, failed = self._parts.stepper.privacy_record(), {}, None
         if privacy is not None:
             proof = privacy.pop("proof")
             if (failed := proof["releases not covered"]) is not None:
                 self.mark_not_valid(f"releases from {failed[0]} up to {failed[1]}: a repeated row proof failed")
-        known = (proof, [*self.not_valid], self._curvature and self._curvature["refreshes"])
+        known = (proof, [*self.not_valid], self._curvature and self._curvature["steps"])
         if known == self._written or not (failed or self._parts.grid.rank == 0):
             return
         record = _facts_of_run(self._parts)
@@ -79,13 +81,6 @@ class Record:
             }
         replace_text(self._path, json.dumps(record, indent=2) + "\n")
         self._written = known
-
-    def _newer(self, now: dict[str, Any] | None) -> dict[str, Any] | None:
-        """K-FAC's facts `now`, or those of record.json if no step was taken since: a resumed run has inverted nothing yet."""
-        before = self._before.get("kfac")
-        if now is not None and isinstance(before, dict) and before.get("steps") == now["steps"]:
-            return before
-        return now
 
     def _earlier(self) -> dict[str, Any]:
         """The content of record.json before this run was resumed; empty without one of the same config."""
