@@ -27,35 +27,37 @@ from gramian.taps.roles import Withheld
 def collect(
     kfac: KFACNaturalGradient,
     model: torch.nn.Module,
-    batches: Sequence[Batch],
+    share: Sequence[tuple[int, Batch]],
     fisher: str,
     seed: int,
     update: Callable[[int, int], None],
 ) -> float:
-    """Compute K-FAC's factors from all batches as if they were one batch; the model is not changed.
+    """Compute K-FAC's factors from all batches of all processes as if they were one batch; the model is not changed.
+
+    `share` has this process's batches, each with the number of its first row among all rows (`Subject.share`). Collective.
 
     The model runs in evaluation mode. "labels" [B, positions] of a batch are the target of each position: nothing is shifted.
     `fisher` "mc" and "true" draw labels with a generator keyed by row and position, so the split into batches does not matter.
     `update` is called with (batches done, batches in total). Returns the mean cross entropy of the data's own labels, in nats
-    per label. Cost: a forward and a backward of every batch, without weight gradients.
+    per label, of all processes. Cost: a forward and a backward of every batch, without weight gradients.
 
     Raises:
         GramianError: if labels do not fit, the factors are not finite, or a weight is used outside its layer's own module.
     """
     root, drawn = unwrap(model), fisher != "empirical"
-    asked = [read_batch(root, batch, False) for batch in batches]
+    asked = [read_batch(root, batch, False) for _, batch in share]
     found = [positions(one, None) for one in asked]
-    rows, nats = 0, 0.0
+    terms, nats = sum(one.terms for one in found), 0.0
     with ExitStack() as around:
         around.enter_context(preserve_state(root))
         around.enter_context(_evaluation_mode(root))
         around.enter_context(hub_of(root).governed_by(Withheld()))
-        capture = kfac.capture(root, loss_reduction="sum", num_terms=found[0].terms, force=True)
+        capture = kfac.capture(root, loss_reduction="sum", num_terms=terms, force=True)
         assert isinstance(capture, KFACCapture)
         capture.estimate = "mc" if drawn else "empirical"
         around.enter_context(capture)
-        for number, (one, counted) in enumerate(zip(asked, found, strict=True), start=1):
-            samples_B = torch.arange(rows, rows + len(one.inputs))
+        for number, ((first, _), one, counted) in enumerate(zip(share, asked, found, strict=True), start=1):
+            samples_B = torch.arange(first, first + len(one.inputs))
             weights = None if bool(counted.counted.all()) else token_weights(one, counted)
             capture.next(num_terms=counted.terms, token_weights=weights, sample_ids=samples_B)
             logits = logits_of(root(*one.args, **one.kwargs))
@@ -64,8 +66,7 @@ def collect(
             nats += float(summed_cross_entropy(logits.detach(), counted.labels, counted.counted))
             labels = draw_labels(logits, seed, samples_B, 0) if drawn else counted.labels
             summed_cross_entropy(logits, labels, counted.counted).backward()
-            rows += len(one.inputs)
-            update(number, len(batches))
+            update(number, len(share))
         stray = [name for name, p in named_parameters(root) if p.grad is not None]
         if stray:
             raise GramianError(
@@ -74,7 +75,9 @@ def collect(
     if kfac.dropped:
         why = kfac.dropped[-1]["reason"]
         raise GramianError(f"K-FAC: {why}; expected loss terms, and a model whose loss and gradients are finite")
-    return nats / max(1.0, sum(one.terms for one in found))
+    if kfac.state.exchange is not None:
+        nats, terms = kfac.state.exchange.sum(torch.tensor([nats, terms], dtype=torch.float64)).tolist()
+    return nats / max(1.0, terms)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The subject of a curvature analysis: a model, its batches, and facts about both."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,30 @@ class Subject:
         for batch in self.batches:
             if not isinstance(batch, Mapping) or not isinstance(batch.get("labels"), Tensor):
                 raise GramianError('batches: one has no labels; expected mappings with a tensor "labels"')
+
+    def to(self, device: torch.device, note: str) -> "Subject":
+        """The same subject with model and batches on another device, and a further caveat; the model itself is moved."""
+        batches = [
+            {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+            for batch in self.batches
+        ]
+        return replace(self, model=self.model.to(device), batches=batches, notes=[*self.notes, note])
+
+    def share(self, rank: int, size: int) -> list[tuple[int, Batch]]:
+        """The part of every batch that process `rank` of `size` computes, as (number of its first row among all rows, batch).
+
+        A batch's rows are divided into runs whose lengths differ by at most 1; a part without rows is left out. One process
+        has all batches as they are.
+        """
+        found, first = [], 0
+        for batch in self.batches:
+            rows = len(batch["labels"])
+            low, high = (rows * rank) // size, (rows * (rank + 1)) // size
+            part = {name: v[low:high] if isinstance(v, Tensor) else v for name, v in batch.items()}
+            if high > low:
+                found.append((first + low, batch if size == 1 else part))
+            first += rows
+        return found
 
     @property
     def terms(self) -> int:

@@ -219,19 +219,19 @@ def test_what_was_computed_before_an_interruption_is_kept(config: Path, tmp_path
         raise torch.OutOfMemoryError
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("gramian.analysis.measure._ggn", interrupted)
+    monkeypatch.setattr("gramian.analysis.measure._Stages.ggn", interrupted)
     assert main(["curvature", str(config), *QUICK]) == 1
     error = capsys.readouterr().err
     assert "interrupted; runs/curvature/curvature.json holds K-FAC, and says that it is not complete" in error
     result = result_of(tmp_path / "runs" / "curvature")
     assert not result["complete"] and result["kfac"]["loss"] > 0 and "ggn" not in result
-    monkeypatch.setattr("gramian.analysis.measure._ggn", out_of_memory)
+    monkeypatch.setattr("gramian.analysis.measure._Stages.ggn", out_of_memory)
     assert main(["curvature", str(config), "--out", "full", *QUICK]) == 1
     assert (
         "out of memory; expected fewer --tokens, or a smaller --batch; full/curvature.json holds K-FAC"
         in capsys.readouterr().err
     )
-    monkeypatch.setattr("gramian.analysis.measure._kfac", interrupted)
+    monkeypatch.setattr("gramian.analysis.measure._Stages.kfac", interrupted)
     assert main(["curvature", str(config), *QUICK]) == 1
     assert "interrupted; nothing was written" in capsys.readouterr().err
     assert os.listdir(tmp_path / "runs") == ["curvature"]
