@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
+from torch import Tensor
 
 from gramian.analysis.subject import Batch
 from gramian.core.errors import GramianError
@@ -27,14 +28,14 @@ from gramian.taps.roles import Withheld
 def collect(
     kfac: KFACNaturalGradient,
     model: torch.nn.Module,
-    share: Sequence[tuple[int, Batch]],
+    share: Sequence[tuple[Tensor, Batch]],
     fisher: str,
     seed: int,
     update: Callable[[int, int], None],
 ) -> float:
     """Compute K-FAC's factors from all batches of all processes as if they were one batch; the model is not changed.
 
-    `share` has this process's batches, each with the number of its first row among all rows (`Subject.share`). Collective.
+    `share` has this process's batches, each with the numbers of its rows among all rows (`Subject.share`). Collective.
 
     The model runs in evaluation mode. "labels" [B, positions] of a batch are the target of each position: nothing is shifted.
     `fisher` "mc" and "true" draw labels with a generator keyed by row and position, so the split into batches does not matter.
@@ -56,8 +57,7 @@ def collect(
         assert isinstance(capture, KFACCapture)
         capture.estimate = "mc" if drawn else "empirical"
         around.enter_context(capture)
-        for number, ((first, _), one, counted) in enumerate(zip(share, asked, found, strict=True), start=1):
-            samples_B = torch.arange(first, first + len(one.inputs))
+        for number, ((samples_B, _), one, counted) in enumerate(zip(share, asked, found, strict=True), start=1):
             weights = None if bool(counted.counted.all()) else token_weights(one, counted)
             capture.next(num_terms=counted.terms, token_weights=weights, sample_ids=samples_B)
             logits = logits_of(root(*one.args, **one.kwargs))

@@ -65,20 +65,19 @@ class Subject:
         ]
         return replace(self, model=self.model.to(device), batches=batches, notes=[*self.notes, note])
 
-    def share(self, rank: int, size: int) -> list[tuple[int, Batch]]:
-        """The part of every batch that process `rank` of `size` computes, as (number of its first row among all rows, batch).
+    def share(self, rank: int, size: int) -> list[tuple[Tensor, Batch]]:
+        """The part of every batch that process `rank` of `size` computes, as (numbers of its rows among all rows, batch).
 
-        A batch's rows are divided into runs whose lengths differ by at most 1; a part without rows is left out. One process
-        has all batches as they are.
+        Row i of all batches belongs to process i mod `size`; a part without rows is left out. One process has all rows.
         """
         found, first = [], 0
         for batch in self.batches:
-            rows = len(batch["labels"])
-            low, high = (rows * rank) // size, (rows * (rank + 1)) // size
-            part = {name: v[low:high] if isinstance(v, Tensor) else v for name, v in batch.items()}
-            if high > low:
-                found.append((first + low, batch if size == 1 else part))
-            first += rows
+            rows_B = torch.arange(first, first + len(batch["labels"]))
+            mine = slice((rank - first) % size, None, size)
+            if len(rows_B[mine]):
+                part = {name: value[mine] if isinstance(value, Tensor) else value for name, value in batch.items()}
+                found.append((rows_B[mine], part))
+            first += len(rows_B)
         return found
 
     @property
