@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from gramian.analysis.methods import MISSING, kappa_text, kfac_checklist, number_text, stored_text, ticked
-from gramian.core.durable_files import replace_text
+from gramian.core.durable_files import replace_file
+from gramian.core.errors import GramianError
 from gramian.curvature.persist.refresh_summary import clip_share, clips_of, policy_of
 from gramian.report.fact_tables import ENDS
 from gramian.report.privacy_panels import last_epsilon, validity
@@ -25,13 +26,16 @@ def is_complete(folder: Path) -> bool:
 
 
 def write_run_methods(folder: Path) -> Path:
-    """Write methods.md into a run folder and return its path; the same files give the same text.
+    """Write methods.md into a run folder and return its path; the same files give the same text. Mode 0600 if it is private.
 
     Raises:
         GramianError: if the folder holds no run, or the file cannot be written.
     """
-    path = folder / METHODS_FILE
-    replace_text(path, run_methods(read_run(folder, folder.name)))
+    path, run = folder / METHODS_FILE, read_run(folder, folder.name)
+    try:
+        replace_file(path, run_methods(run).encode(), private=run.is_private)
+    except OSError as problem:
+        raise GramianError(f"{path}: cannot be written ({problem.strerror}); expected a folder that can") from None
     return path
 
 
@@ -120,7 +124,7 @@ def _privacy(run: RunData) -> list[str]:
         f"Training is private (DP-SGD): noise multiplier {_text(facts.get('noise_multiplier'))}, sample rate "
         f"{_text(facts.get('sample_rate'))}, clip norm {_option(run, 'privacy', 'max_grad_norm')}, unit "
         f"{_text(facts.get('unit'))}; ε = {_text(last_epsilon(run))} at δ = {_option(run, 'privacy', 'delta')} "
-        f"({validity(run)})."
+        f"({validity(run)}). Tokens and validation losses above are not covered by ε."
     ]
 
 

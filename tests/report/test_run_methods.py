@@ -9,7 +9,7 @@ import pytest
 
 from gramian.cli import main
 from gramian.report.run_data import RunData, read_run
-from gramian.report.run_methods import run_methods
+from gramian.report.run_methods import run_methods, write_run_methods
 from tests.analysis.test_methods import ITEMS
 from tests.report import run_folders
 from tests.train.conftest import untouched_process  # noqa: F401
@@ -110,7 +110,9 @@ def test_of_a_complete_run_the_page_alone_is_written(trained: Path, capsys: pyte
 
 
 def test_private_and_plain_runs_have_their_facts(tmp_path: Path) -> None:
-    private = run_methods(read_run(run_folders.private(tmp_path / "private"), "private"))
+    path = write_run_methods(run_folders.private(tmp_path / "private"))
+    private = path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600 and "validation losses above are not covered by ε" in private
     assert "Training is private (DP-SGD): noise multiplier 1," in private and "ε = 6 at δ = 1e-05" in private
     assert "no digests of private data" in private and "K-FAC" not in private
     plain = run_methods(read_run(run_folders.plain(tmp_path / "plain"), "plain"))
