@@ -70,7 +70,8 @@ class Subject:
 
         Row i of all batches belongs to process i mod `size`; a part without rows is left out. One process has all rows.
         """
-        found, first = [], 0
+        found: list[tuple[Tensor, Batch]] = []
+        first = 0
         for batch in self.batches:
             rows_B = torch.arange(first, first + len(batch["labels"]))
             mine = slice((rank - first) % size, None, size)

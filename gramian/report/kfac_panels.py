@@ -17,8 +17,11 @@ CURVES = {
     "lambda_G": "Damping λ_G of every layer",
     "kappa_A": "Condition number κ_A of every layer, damped",
     "kappa_G": "Condition number κ_G of every layer, damped",
+    "clip_A": "Share of A's eigenvalues that the clip raises",
+    "clip_G": "Share of G's eigenvalues that the clip raises",
+    "clip": "Share of the product's eigenvalues that the clip raises",
 }
-"""{number of a layer in metrics.jsonl: title of its panel}."""
+"""{number of a layer in metrics.jsonl: title of its panel}; panels of nothing but zeros are left out."""
 SYMBOLS = {
     "lambda_A": "λ_A", "lambda_G": "λ_G", "kappa_A": "κ_A", "kappa_G": "κ_G", "clip_A": "clipped A", "clip_G": "clipped G",
     "clip": "clipped",
@@ -62,14 +65,15 @@ def _panels(run: RunData, refreshes: Sequence[Line], name: str) -> Iterator[Pane
     legend = tuple(LegendEntry(label, colour(i), dashes[i]) for i, label in enumerate(labels))
     few = f" The {len(shown)} layers of {len(last)} whose κ is largest." if len(shown) < len(last) else ""
     for key, title in CURVES.items():
+        share = key.startswith("clip")
         rows = [
             {"step": line["step"], "layer": short[layer], SYMBOLS[key]: value}
             for line in kept
             for layer in shown
-            if (value := number(_layers(line).get(layer, {}).get(key))) is not None and value > 0
+            if (value := number(_layers(line).get(layer, {}).get(key))) is not None and (value > 0 or share)
         ]
-        if rows:
-            spec = curves("step", SYMBOLS[key], "layer", labels, log="y", points=len(kept) < 40)
+        if any(row[SYMBOLS[key]] for row in rows):
+            spec = curves("step", SYMBOLS[key], "layer", labels, log="" if share else "y", points=len(kept) < 40)
             scale = {"domain": labels, "range": [list(dash) for dash in dashes]}
             spec["layer"][0]["encoding"]["strokeDash"] = {"field": "layer", "scale": scale, "legend": None}
             table = PanelTable(("step", "layer", SYMBOLS[key]), rows)

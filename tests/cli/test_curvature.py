@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from gramian.analysis import measure
+from gramian.analysis import Settings, Subject, measure
 from gramian.analysis.plots import available
-from gramian.cli import main
+from gramian.cli import curvature, main
+from gramian.cli.terminal import make_console
 from gramian.core.byte_amounts import format_bytes
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.config.config import load_config
 from tests.train.conftest import untouched_process  # noqa: F401
 from tests.train.distilled import WORDS
@@ -189,6 +191,30 @@ def test_an_analysis_that_does_not_fit_on_the_gpu_runs_on_the_cpu_and_says_so(
     result, told = result_of(tmp_path / "out"), capsys.readouterr().out
     line = f"Moved to the CPU: K-FAC takes {format_bytes(plans[0].most)}, 1.0 KB are free on the GPU."
     assert line in told.splitlines() and line in result["notes"] and result["plan"]["device"] == "cpu"
+
+
+def test_a_gpu_that_turns_out_to_be_full_hands_the_analysis_to_the_cpu(monkeypatch, capsys) -> None:
+    """A model on the meta device stands for one on a GPU."""
+    subjects: list[Subject] = []
+
+    def analysed(subject: Subject, *_: object) -> dict:
+        subjects.append(subject)
+        if len(subjects) == 1:
+            raise torch.OutOfMemoryError
+        return {"notes": subject.notes}
+
+    with torch.device("meta"):
+        full = Subject(torch.nn.Linear(2, 2), [{"labels": torch.zeros(1)}], notes=["before"])
+    there = Subject(torch.nn.Linear(2, 2), [{"labels": torch.zeros(1)}])
+    monkeypatch.setattr(measure, "analyse", analysed)
+    monkeypatch.setattr(Subject, "to", lambda self, device, note: replace(there, notes=[*self.notes, note]))
+    gpu = ProcessGrid(device=torch.device("cuda"))
+    result = curvature._analysed(full, Settings(), make_console(), lambda result: None, gpu)
+    assert result["notes"] == ["before", curvature.GPU_FULL] and subjects[1].model is there.model
+    assert capsys.readouterr().out == f"{curvature.GPU_FULL}\n"
+    subjects.clear()
+    with pytest.raises(torch.OutOfMemoryError):  # the others would wait for this process
+        curvature._analysed(full, Settings(), make_console(), lambda result: None, replace(gpu, size=2))
 
 
 @pytest.mark.parametrize(("kind", "asked"), [("gpt2", []), ("bert-mlm", ["--masked"])])

@@ -38,6 +38,8 @@ def test_curves_and_table_have_the_numbers_of_metrics_jsonl(tmp_path: Path) -> N
         [1 / step for step in range(1, 61)], rel=1e-5
     )
     assert page["Seconds of a refresh"].numbers("seconds") == pytest.approx([0.01, 0.11, 0.21, 0.31, 0.41, 0.51])
+    assert page["Share of A's eigenvalues that the clip raises"].numbers("clipped A") == [0.5] * 18
+    assert "Share of G's eigenvalues that the clip raises" not in page.titles  # all are zero
     table = page["Layers at step 51"]
     assert table.column("layer") == [f"model.blocks.{i}.fc" for i in range(3)] and table.numbers("T") == [64] * 3
     assert table.column("κ_G") == ["≤ 5"] * 3 and table.column("clipped A") == ["50.00%"] * 3
