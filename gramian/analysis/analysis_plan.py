@@ -8,7 +8,6 @@ import torch
 from gramian.analysis.options import Settings
 from gramian.analysis.subject import Subject
 from gramian.core.byte_amounts import format_bytes
-from gramian.core.errors import GramianError
 from gramian.curvature import KFACNaturalGradient
 from gramian.curvature.memory.curvature_plan import CurvatureRow
 from gramian.linalg import WIDEST_DENSE
@@ -48,19 +47,13 @@ class AnalysisPlan:
         """The plan as a JSON object: bytes of every stage, their maximum, and the device."""
         return {"stages": dict(self.stages), "most": self.most, "device": self.device.type}
 
-    def check(self) -> None:
-        """Raise a GramianError if the stage that needs the most memory does not fit into the free memory of the device.
-
-        Raises:
-            GramianError: its message has the bytes needed and the bytes free.
-        """
+    def shortage(self) -> str:
+        """What does not fit into the free memory of the device, with the bytes needed and the bytes free; "" if all fits."""
         free = Budget(_free(self.device))
-        if not free.fits(self.most):
-            largest = max(self.stages, key=lambda name: self.stages[name])
-            raise GramianError(
-                f"memory: {largest} takes {format_bytes(self.most)}, {free} are free; "
-                "expected fewer --eigenvalues, --steps or --tokens, or --probes 0"
-            )
+        if free.fits(self.most):
+            return ""
+        largest = max(self.stages, key=lambda name: self.stages[name])
+        return f"{largest} takes {format_bytes(self.most)}, {free} are free on the {_device_name(self.device)}"
 
 
 def make_plan(subject: Subject, settings: Settings, kfac: KFACNaturalGradient) -> AnalysisPlan:
@@ -92,6 +85,10 @@ def _decomposed(row: CurvatureRow) -> int:
         return max(64 * 8 * row.outputs, 24 * min(row.inputs, row.tokens) ** 2)
     exact = row.outputs if row.G.startswith("diagonal ") else min(row.outputs, row.tokens)
     return 24 * max(exact, min(row.inputs, row.tokens)) ** 2
+
+
+def _device_name(device: torch.device) -> str:
+    return "CPU" if device.type == "cpu" else "GPU"
 
 
 def _free(device: torch.device) -> int | None:

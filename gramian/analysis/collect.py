@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from gramian.analysis.subject import Batch
 from gramian.core.errors import GramianError
@@ -20,33 +21,35 @@ from gramian.taps.roles import Withheld
 def collect(
     kfac: KFACNaturalGradient,
     model: torch.nn.Module,
-    batches: Sequence[Batch],
+    share: Sequence[tuple[Tensor, Batch]],
     fisher: str,
     seed: int,
     update: Callable[[int, int], None],
 ) -> float:
-    """Compute K-FAC's factors from all batches as if they were one batch; the model is not changed.
+    """Compute K-FAC's factors from all batches of all processes as if they were one batch; the model is not changed.
+
+    `share` has this process's batches, each with the numbers of its rows among all rows (`Subject.share`). Collective.
 
     The model runs in evaluation mode. "labels" [B, positions] of a batch are the target of each position: nothing is shifted.
     `fisher` "mc" and "true" draw labels with a generator keyed by row and position, so the split into batches does not matter.
     `update` is called with (batches done, batches in total). Returns the mean cross entropy of the data's own labels, in nats
-    per label. Cost: a forward and a backward of every batch, with EK-FAC two, without weight gradients.
+    per label, of all processes. Cost: a forward and a backward of every batch, with EK-FAC two, without weight gradients.
 
     Raises:
         GramianError: if labels do not fit, the factors are not finite, or a weight is used outside its layer's own module.
     """
     root, drawn = unwrap(model), fisher != "empirical"
-    asked = [read_batch(root, batch, False) for batch in batches]
+    asked = [read_batch(root, batch, False) for _, batch in share]
     found = [positions(one, None) for one in asked]
     softmax, passes = Softmax(), 2 if kfac.options.ekfac else 1
+    terms = sum(one.terms for one in found)
 
     def run(capture: KFACCapture, first: int) -> float:
         """Run all batches inside `capture`, after `first` batches of earlier passes; returns the loss of the data's labels."""
-        rows, loss = 0, 0.0
+        loss = 0.0
         capture.estimate = "mc" if drawn else "empirical"
         with preserve_state(root), _evaluation_mode(root), hub_of(root).governed_by(Withheld()), capture:
-            for number, (one, counted) in enumerate(zip(asked, found, strict=True), start=1):
-                samples_B = torch.arange(rows, rows + len(one.inputs))
+            for number, ((samples_B, _), one, counted) in enumerate(zip(share, asked, found, strict=True), start=1):
                 weights = None if bool(counted.counted.all()) else token_weights(one, counted)[0]
                 capture.next(num_terms=counted.terms, token_weights=weights, sample_ids=samples_B)
                 logits = logits_of(root(*one.args, **one.kwargs))
@@ -55,8 +58,7 @@ def collect(
                 loss += float(softmax.summed_loss(logits.detach(), counted.labels, counted.counted))
                 labels = softmax.draw(logits, seed, samples_B, 0) if drawn else counted.labels
                 softmax.summed_loss(logits, labels, counted.counted).backward()
-                rows += len(one.inputs)
-                update(first + number, passes * len(batches))
+                update(first + number, passes * len(share))
             stray = [name for name, p in named_parameters(root) if p.grad is not None]
             if stray:
                 raise GramianError(
@@ -67,12 +69,14 @@ def collect(
             raise GramianError(f"K-FAC: {why}; expected loss terms, and a model whose loss and gradients are finite")
         return loss
 
-    factors = kfac.capture(root, loss_reduction="sum", num_terms=found[0].terms, force=True, correct=False)
+    factors = kfac.capture(root, loss_reduction="sum", num_terms=terms, force=True, correct=False)
     assert isinstance(factors, KFACCapture)
     nats = run(factors, 0)
     if passes == 2:
-        run(kfac.correct(root, loss_reduction="sum", num_terms=found[0].terms), len(batches))
-    return nats / max(1.0, sum(one.terms for one in found))
+        run(kfac.correct(root, loss_reduction="sum", num_terms=terms), len(share))
+    if kfac.state.exchange is not None:
+        nats, terms = kfac.state.exchange.sum(torch.tensor([nats, terms], dtype=torch.float64)).tolist()
+    return nats / max(1.0, terms)
 
 
 @contextmanager

@@ -12,18 +12,22 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gramian.analysis.analysis_plan import AnalysisPlan, make_plan
 from gramian.analysis.collect import collect
+from gramian.analysis.joined_products import JoinedProducts
 from gramian.analysis.options import TOLERANCE, Settings
 from gramian.analysis.spectrum_curves import ggn_density, kfac_density, layer_spectra
 from gramian.analysis.subject import Subject
 from gramian.core.errors import GramianError
 from gramian.core.version import VERSION
 from gramian.curvature import GGNOperator, HessianOperator, KFACNaturalGradient
+from gramian.curvature.operators.parameter_space import ParameterSpace
 from gramian.linalg import LanczosSpectrum, SpectralDensity, lanczos, spectral_density
 from gramian.linalg.spectra.operator import Operator
+from gramian.parallel.exchange import Exchange
+from gramian.parallel.process_grid import ProcessGrid
+from gramian.train.loop.objective import IGNORED
 
 SCHEMA = 1
 Update = Callable[[int, int], None]
@@ -31,11 +35,14 @@ Update = Callable[[int, int], None]
 Stage = Callable[[str], AbstractContextManager[Update]]
 """Function that opens a stage by its name: returns a context around the stage, whose value is the progress callback."""
 Result = dict[str, Any]
+ONE_PROCESS = ProcessGrid()
 
 
 def kfac_of(subject: Subject, settings: Settings) -> KFACNaturalGradient:
-    """Make the K-FAC object of an analysis, with the damping of `settings`, in float64 for a float64 model, else float32."""
+    """Make the K-FAC object of an analysis, with the options of `settings`, in float64 for a float64 model, else float32."""
     return KFACNaturalGradient(
+        kfac_policy=settings.policy,
+        memory_budget=settings.memory_budget,
         damping=settings.damping,
         damping_mode="joint",
         woodbury_dtype="fp64" if next(subject.model.parameters()).dtype == torch.float64 else "fp32",
@@ -59,19 +66,45 @@ def plan_of(subject: Subject, settings: Settings) -> AnalysisPlan:
     return plan
 
 
+def placed(subject: Subject, settings: Settings, grid: ProcessGrid = ONE_PROCESS) -> tuple[Subject, AnalysisPlan]:
+    """The subject where its analysis fits, and the plan there: on its own device, or on the CPU if that is too small.
+
+    A subject that was moved has a note that says so. Collective: processes move together.
+
+    Raises:
+        GramianError: if the memory of the CPU is too small as well; the message has the bytes needed and the bytes free.
+    """
+    plan = plan_of(subject, settings)
+    short = plan.shortage()
+    if plan.device.type != "cpu" and grid.most(float(bool(short))):
+        subject = subject.to(
+            torch.device("cpu"), f"Moved to the CPU: {short or 'another process has too little memory'}."
+        )
+        plan = plan_of(subject, settings)
+        short = plan.shortage()
+    if grid.most(float(bool(short))):
+        why = short or "another process has too little memory"
+        raise GramianError(
+            f"memory: {why}; expected a --memory-budget, fewer --eigenvalues, --steps or --tokens, or --probes 0"
+        )
+    return subject, plan
+
+
 def analyse(
     subject: Subject,
     settings: Settings,
     stage: Stage = lambda name: nullcontext(lambda done, total: None),
     keep: Callable[[Result], None] = lambda result: None,
+    grid: ProcessGrid = ONE_PROCESS,
 ) -> Result:
     """Measure the curvature of a model, as in `analyse(subject, Settings(probes=0))["kfac"]["metrics"]`.
 
     Args:
-        subject: the model and its batches.
+        subject: the model and its batches; on several processes all of them have the same.
         settings: what to compute.
         stage: called with a stage's name; returns a context around that stage, whose value is the progress callback.
         keep: called with the result after every stage; its "complete" is true after the last one.
+        grid: the processes that share the rows of every batch. Collective; the result is that of one process to rounding.
 
     Returns:
         {"settings", "model", "data", "notes", "versions", "plan", "kfac", "ggn", "hessian", "seconds", "complete"}; see
@@ -80,23 +113,24 @@ def analyse(
     Raises:
         GramianError: if the model or the batches do not fit.
     """
-    result = _about(subject, settings)
-    stages: list[tuple[str, Callable[[Update], Result]]] = [("kfac", lambda update: _kfac(subject, settings, update))]
+    result = _about(subject, settings, grid)
+    run = _Stages(subject, settings, grid)
+    stages: list[tuple[str, Callable[[Update], Result]]] = [("kfac", run.kfac)]
     if settings.probes:
-        stages.append(("ggn", lambda update: _ggn(subject, settings, update)))
+        stages.append(("ggn", run.ggn))
     if settings.hessian:
-        stages.append(("hessian", lambda update: _hessian(subject, settings, update)))
-    for number, (name, run) in enumerate(stages, start=1):
+        stages.append(("hessian", run.hessian))
+    for number, (name, compute) in enumerate(stages, start=1):
         started = time.perf_counter()
         with stage(name) as update:
-            result[name] = run(update)
+            result[name] = compute(update)
         result["seconds"][name] = time.perf_counter() - started
         result["complete"] = number == len(stages)
         keep(result)
     return result
 
 
-def _about(subject: Subject, settings: Settings) -> Result:
+def _about(subject: Subject, settings: Settings, grid: ProcessGrid) -> Result:
     device = next(subject.model.parameters()).device
     cuda = device.type == "cuda"
     return {
@@ -112,55 +146,68 @@ def _about(subject: Subject, settings: Settings) -> Result:
             "python": platform.python_version(),
             "device": torch.cuda.get_device_name(device) if cuda else f"cpu ({platform.machine()})",
         },
+        "processes": grid.size,
         "plan": plan_of(subject, settings).facts(),
         "seconds": {},
     }
 
 
-# ---- K-FAC -----------------------------------------------------------------------------------------------------------
+# ---- stages ----------------------------------------------------------------------------------------------------------
 
 
-def _kfac(subject: Subject, settings: Settings, update: Update) -> Result:
-    kfac = kfac_of(subject, settings)
-    loss = collect(kfac, subject.model, subject.batches, settings.fisher, settings.seed, update)
-    metrics = kfac.compute_capacity_metrics(n=settings.samples)
-    spectra = layer_spectra(kfac.kfac_factors)
-    return {
-        "loss": loss,
-        "metrics": metrics,
-        "top_eigenvalues": kfac.top_eigenvalues(settings.eigenvalues).tolist(),
-        "spectra": spectra,
-        "density": kfac_density(spectra),
-        "record": kfac.record(),
-    }
+class _Stages:
+    """The stages of one analysis on this process, one of those of `grid`; each returns its section of the result."""
+
+    def __init__(self, subject: Subject, settings: Settings, grid: ProcessGrid) -> None:
+        self._subject, self._settings = subject, settings
+        self._share = subject.share(grid.rank, grid.size)
+        device = next(subject.model.parameters()).device
+        self._exchange = Exchange(grid.group, device) if grid.size > 1 else None
+
+    def kfac(self, update: Update) -> Result:
+        """K-FAC's factors, their metrics and spectra, and the record."""
+        subject, settings = self._subject, self._settings
+        kfac = kfac_of(subject, settings)
+        loss = collect(kfac, subject.model, self._share, settings.fisher, settings.seed, update)
+        metrics = kfac.compute_capacity_metrics(n=settings.samples)
+        spectra = layer_spectra(kfac.kfac_factors, kfac.state.exchange)
+        return {
+            "loss": loss,
+            "metrics": metrics,
+            "top_eigenvalues": kfac.top_eigenvalues(settings.eigenvalues).tolist(),
+            "spectra": spectra,
+            "density": kfac_density(spectra),
+            "record": kfac.record(),
+        }
+
+    def ggn(self, update: Update) -> Result:
+        """Largest eigenvalues of the Gauss-Newton matrix by Lanczos; its density, trace and related sums by quadrature."""
+        settings, products = self._settings, self._settings.probes * self._settings.steps
+        operator = self._joined("ggn", update, settings.lanczos_limit + products)
+        extremes = _lanczos(operator, settings.eigenvalues, "LA", settings)
+        operator.total = operator.products + products
+        density = spectral_density(operator, settings.probes, settings.steps, generator=_generator(operator, settings))
+        facts = {"dim": operator.dim, "terms": operator.num_terms, "extremes": extremes}
+        return {**facts, **_functions(density, settings.damping)}
+
+    def hessian(self, update: Update) -> Result:
+        """Both ends of the Hessian's spectrum by Lanczos."""
+        operator = self._joined("hessian", update, self._settings.lanczos_limit)
+        extremes = _lanczos(operator, self._settings.eigenvalues, "BE", self._settings)
+        return {"dim": operator.dim, "extremes": extremes}
+
+    def _joined(self, name: str, update: Update, total: int) -> JoinedProducts:
+        model, batches = self._subject.model, [batch for _, batch in self._share]
+        own: GGNOperator | HessianOperator | None = None
+        if any(bool((batch["labels"] != IGNORED).any()) for batch in batches) or self._exchange is None:
+            if name == "ggn":
+                own = GGNOperator(model, batches, causal_shift=False)
+            else:
+                own = HessianOperator(model, "cross_entropy", batches, causal_shift=False)
+        return JoinedProducts(own, ParameterSpace.of(model), self._exchange, update, total)
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
-
-
-class _Counted(Operator):
-    """A matrix operator that wraps another one and reports how many products with vectors it has computed."""
-
-    def __init__(self, operator: Operator, update: Update, total: int) -> None:
-        self._operator, self._update, self.total, self.products = operator, update, total, 0
-        self.dim, self.dtype, self.device = operator.dim, operator.dtype, operator.device
-
-    def matmat(self, y_NK: Tensor) -> Tensor:
-        """The product of the operator's matrix with a matrix of K columns, [N, K]; reports K more products."""
-        found = self._operator.matmat(y_NK)
-        self.products += y_NK.shape[1]
-        self._update(self.products, max(self.total, self.products))
-        return found
-
-
-def _ggn(subject: Subject, settings: Settings, update: Update) -> Result:
-    """Largest eigenvalues of the Gauss-Newton matrix by Lanczos; its density, trace and related sums by quadrature."""
-    ggn = GGNOperator(subject.model, subject.batches, causal_shift=False)
-    operator = _Counted(ggn, update, settings.lanczos_limit + settings.probes * settings.steps)
-    extremes = _lanczos(operator, settings.eigenvalues, "LA", settings)
-    operator.total = operator.products + settings.probes * settings.steps
-    density = spectral_density(operator, settings.probes, settings.steps, generator=_generator(operator, settings))
-    return {"dim": ggn.dim, "terms": ggn.num_terms, "extremes": extremes, **_functions(density, settings.damping)}
 
 
 def _functions(density: SpectralDensity, damping: float) -> Result:
@@ -185,12 +232,6 @@ def _functions(density: SpectralDensity, damping: float) -> Result:
         "damping": damping,
         "matvecs": density.matvecs,
     }
-
-
-def _hessian(subject: Subject, settings: Settings, update: Update) -> Result:
-    hessian = HessianOperator(subject.model, "cross_entropy", subject.batches, causal_shift=False)
-    operator = _Counted(hessian, update, settings.lanczos_limit)
-    return {"dim": hessian.dim, "extremes": _lanczos(operator, settings.eigenvalues, "BE", settings)}
 
 
 def _lanczos(operator: Operator, k: int, which: Any, settings: Settings) -> Result:

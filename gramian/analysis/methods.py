@@ -1,4 +1,7 @@
-"""Write a Methods paragraph and a reproducibility checklist from the recorded numbers of a curvature analysis alone."""
+"""Write a Methods paragraph and a reproducibility checklist from the recorded numbers of a curvature analysis alone.
+
+The checklist of K-FAC and the texts of its numbers are also used for training runs (`gramian.report.run_methods`).
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,6 +10,7 @@ from typing import Any
 from gramian.analysis.layer_places import kind, kronecker_layers
 from gramian.core.durable_files import replace_text
 from gramian.curvature.blocks.damping import DAMPING_MODES
+from gramian.curvature.persist.refresh_summary import clip_share, clips_of, policy_of
 
 MISSING = "not recorded"
 FISHERS = {
@@ -27,7 +31,9 @@ def write_methods(result: Mapping[str, Any], path: str | Path) -> None:
 
 def methods(result: Mapping[str, Any]) -> str:
     """The Methods page of a result of `analyse` as Markdown: paragraphs, a reproducibility checklist, a table of the layers."""
-    parts = ["# Methods", "", *_paragraphs(result), "", "# Reproducibility checklist", "", *_checklist(result)]
+    note = "; metrics and spectra here are unclipped"
+    items = kfac_checklist(result["kfac"]["record"], note)
+    parts = ["# Methods", "", *_paragraphs(result), "", "# Reproducibility checklist", "", *ticked(items)]
     return "\n".join([*parts, "", "# Per layer", "", *_per_layer(result), ""])
 
 
@@ -107,46 +113,58 @@ def _pm(estimate: Mapping[str, Any]) -> str:
 # ---- the checklist ---------------------------------------------------------------------------------------------------
 
 
-def _checklist(result: Mapping[str, Any]) -> list[str]:
-    record = result["kfac"]["record"]
+def ticked(items: Sequence[tuple[str, str]]) -> list[str]:
+    """Lines of a checklist from (item, answer); an answer that begins with "not recorded" is not ticked."""
+    return [f"- [{' ' if answer.startswith(MISSING) else 'x'}] {item}: {answer}" for item, answer in items]
+
+
+def kfac_checklist(record: Mapping[str, Any], clip_note: str = "") -> list[tuple[str, str]]:
+    """(item, answer) of the checklist of a K-FAC computation, from its record; `clip_note` is added to the answer on κ_max."""
     options, layers = record["options"], list(record["layers"].values())
     sides = [side for layer in layers for side in layer["sides"].values()]
     mode = options["damping_mode"]
-    dampings = _range("λ_A", layers, "lambda_A"), _range("λ_G", layers, "lambda_G")
-    clip = "off" if not options["use_eigenvalue_correction"] else _number(options["max_condition_number"])
-    items = [
+    dampings = value_range("λ_A", layers, "lambda_A"), value_range("λ_G", layers, "lambda_G")
+    on_product = mode in DAMPING_MODES and DAMPING_MODES[mode].on_product
+    budget = options.get("memory_budget")
+    limit = "" if budget is None else f", at most {budget if isinstance(budget, str) else f'{budget:,} bytes'} a device"
+    clip = "off" if not options["use_eigenvalue_correction"] else number_text(options["max_condition_number"])
+    return [
         (
             "Damping values (λ_A, λ_G)",
-            f"{mode}: {dampings[0]}, {dampings[1]}" + " (one λ on the product)" * DAMPING_MODES[mode].on_product,
+            f"{mode}: {dampings[0]}, {dampings[1]}" + " (one λ on the product)" * on_product,
         ),
-        ("Condition number clipping (κ_max)", f"{clip}; metrics and spectra here are unclipped"),
-        ("Update frequency", f"{options['update_freq']}; {record['refreshes']} refresh made here"),
-        ("Policy (all/auto/hybrid)", str(options["kfac_policy"])),
+        ("Condition number clipping (κ_max)", f"{clip}{clip_note}"),
+        (
+            "Update frequency",
+            f"{options['update_freq']}; {record['refreshes']:,} refresh{'es' * (record['refreshes'] != 1)} made here",
+        ),
+        ("Policy (all/auto/hybrid)", policy_of(options)),
         (
             "T_effective per layer",
-            _range("T", [record["layers"][n] for n in kronecker_layers(result)], "T_kept") + ", see below",
+            value_range("T", [layer for layer in layers if "A" in layer["sides"]], "T_kept") + ", see below",
         ),
-        ("Condition numbers per layer (κ_A, κ_G)", f"damped, {_range('κ', sides, 'kappa')}, see below"),
-        ("Eigenvalue clipping fraction", _clipped(layers, sides)),
+        ("Condition numbers per layer (κ_A, κ_G)", f"damped, {value_range('κ', sides, 'kappa')}, see below"),
+        ("Eigenvalue clipping fraction", _clipped(record)),
         (
             "DDP reduction mode",
             f"{record['reduce']}" + "; one process, nothing was joined" * (record["world_size"] == 1),
         ),
         ("World size (for multi-GPU)", str(record["world_size"])),
-        ("Storage device policy", f"{options['woodbury_store_device']}: {_distinct(sides, 'device')}"),
+        ("Storage device policy", f"{options['woodbury_store_device']}: {_distinct(sides, 'device')}{limit}"),
         (
             "Dtype (fp16/bf16)",
-            f"{_distinct(sides, 'dtype')}; largest quantisation error {_range('', sides, 'quantisation_error')}",
+            f"{_distinct(sides, 'dtype')}; largest quantisation error {value_range('', sides, 'quantisation_error')}",
         ),
     ]
-    return [f"- [{' ' if answer.startswith(MISSING) else 'x'}] {item}: {answer}" for item, answer in items]
 
 
-def _clipped(layers: Sequence[Mapping[str, Any]], sides: Sequence[Mapping[str, Any]]) -> str:
-    clips = [one for one in (*(layer["clip_joint"] for layer in layers), *(side["clip"] for side in sides)) if one]
-    if not clips:
-        return f"{MISSING}: nothing was inverted, so nothing was clipped"
-    return f"{sum(c['count'] for c in clips) / max(1, sum(c['total'] for c in clips)):.2%} of all eigenvalues"
+def _clipped(record: Mapping[str, Any]) -> str:
+    share = clip_share(clip for layer in record["layers"].values() for clip in clips_of(layer))
+    if share is not None:
+        return f"{share:.2%} of all eigenvalues"
+    if all(layer["kappa_max"] is None for layer in record["layers"].values()):
+        return "no clip, so none"
+    return f"{MISSING}: nothing was inverted, so nothing was clipped"
 
 
 def _per_layer(result: Mapping[str, Any]) -> list[str]:
@@ -158,19 +176,29 @@ def _per_layer(result: Mapping[str, Any]) -> list[str]:
     for name in kronecker_layers(result):
         layer, metrics = layers[name], measured[name]
         A, G = (layer["sides"].get(side) for side in ("A", "G"))
-        cells = [name, f"{layer['T_kept']:,}", f"{layer['N']:,.0f}", _kappa(A), _kappa(G), _stored(A), _stored(G)]
+        cells = [
+            name,
+            f"{layer['T_kept']:,}",
+            f"{layer['N']:,.0f}",
+            kappa_text(A),
+            kappa_text(G),
+            stored_text(A),
+            stored_text(G),
+        ]
         keys = ("trace", "max_eigenvalue", "entropy_rank", "condition_number")
-        lines.append("| " + " | ".join([*cells, *(_number(metrics[key]) for key in keys)]) + " |")
+        lines.append("| " + " | ".join([*cells, *(number_text(metrics[key]) for key in keys)]) + " |")
     rest = len(layers) - len(kronecker_layers(result))
     kinds = sorted({kind(layer) for layer in layers.values()} - {"K-FAC", "EK-FAC"})
     return [*lines, "", f"{rest} further parameters ({', '.join(kinds)}) are in curvature.json."] if rest else lines
 
 
-def _kappa(side: Mapping[str, Any] | None) -> str:
-    return "–" if side is None else ("" if side["kappa_exact"] else "≤ ") + _number(side["kappa"])
+def kappa_text(side: Mapping[str, Any] | None) -> str:
+    """The condition number of a side of a layer, from its record; "≤ …" for an upper bound, "–" for no such side."""
+    return "–" if side is None else ("" if side["kappa_exact"] else "≤ ") + number_text(side["kappa"])
 
 
-def _stored(side: Mapping[str, Any] | None) -> str:
+def stored_text(side: Mapping[str, Any] | None) -> str:
+    """Representation and rank of a side of a layer, from its record; "–" for no such side."""
     return "–" if side is None else f"{side['representation']}, rank {side['rank']:,}"
 
 
@@ -182,12 +210,12 @@ def _of(facts: Mapping[str, Any], key: str) -> str:
     return MISSING if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _range(name: str, rows: Sequence[Mapping[str, Any]], key: str) -> str:
+def value_range(name: str, rows: Sequence[Mapping[str, Any]], key: str) -> str:
     """Format the recorded values of `key` in all rows as "name = 3", or as "name from 1 to 3" if they differ."""
     values = [row[key] for row in rows if row.get(key) is not None]
     if not values:
         return f"{MISSING}: {name}"
-    low, high = _number(min(values)), _number(max(values))
+    low, high = number_text(min(values)), number_text(max(values))
     if min(values) == max(values):
         return f"{name} = {low}" if name else low
     return f"{name} from {low} to {high}".strip()
@@ -197,7 +225,8 @@ def _distinct(rows: Sequence[Mapping[str, Any]], key: str) -> str:
     return ", ".join(dict.fromkeys(str(row[key]) for row in rows)) or MISSING
 
 
-def _number(value: Any) -> str:
+def number_text(value: Any) -> str:
+    """A number to four significant digits, whole numbers exactly, and ∞ for None."""
     if value is None:
         return "∞"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

@@ -4,7 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from gramian.core.byte_amounts import parse_bytes
 from gramian.core.errors import GramianError
+from gramian.curvature.options import POLICIES
 
 DAMPING = 0.03
 """Default damping of an analysis; it is also the default of `KFACNaturalGradient`."""
@@ -35,11 +37,19 @@ class Settings:
     samples: float | None = None
     """Number of samples the model was trained on, n of the heuristic pac_bayes = √(trace/n); None: pac_bayes is left out."""
     seed: int = 0
+    policy: str = "all"
+    """K-FAC's `kfac_policy`, which decides what factors are low rank: "all", "auto", "hybrid" or "small_only"."""
+    memory_budget: int | str | None = None
+    """K-FAC's `memory_budget`, the bytes of its factors on a device, such as "2GB"; None: no limit."""
 
     def __post_init__(self) -> None:
         """Raise a GramianError that names the first option whose value is not allowed."""
         if self.fisher not in FISHERS:
             raise GramianError(f"fisher: {self.fisher!r}; expected one of {', '.join(FISHERS)}")
+        if self.policy not in POLICIES:
+            raise GramianError(f"policy: {self.policy!r}; expected one of {', '.join(POLICIES)}")
+        if parse_bytes("memory_budget", self.memory_budget) == 0:
+            raise GramianError(f"memory_budget: {self.memory_budget!r}; expected more than 0 bytes")
         for name, value in (("damping", self.damping), ("samples", 1.0 if self.samples is None else self.samples)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise GramianError(f"{name}: {value!r}; expected a number above 0")

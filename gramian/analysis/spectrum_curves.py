@@ -12,6 +12,7 @@ from torch import Tensor
 from gramian.curvature import Block
 from gramian.curvature.spectrum.side_spectra import ONE, SideSpectrum, estimate, is_estimated, sides_of
 from gramian.curvature.spectrum.spectrum_products import Values, count_above
+from gramian.parallel.exchange import Exchange
 
 POINTS = 121
 """Number of points of a layer's curve, evenly spaced in the logarithm of the eigenvalue."""
@@ -23,15 +24,16 @@ KERNEL = 0.2
 """Smallest standard deviation of the Gaussian that smooths a density, in decades; wider if quadrature nodes are far apart."""
 
 
-def layer_spectra(blocks: Mapping[str, Block]) -> dict[str, dict[str, list[float]]]:
+def layer_spectra(blocks: Mapping[str, Block], group: Exchange | None = None) -> dict[str, dict[str, list[float]]]:
     """{layer: {"eigenvalues": descending values, "ranks": number of eigenvalues of the layer's K-FAC block above each}}.
 
     Counts come from the spectra of the factors A and G without forming their product, so a vocabulary-sized layer costs no more
     than its factors. If a factor is too wide to be decomposed, counts are means over random probes of its quadrature.
+    Collective: the processes of `group` share the decompositions; None: this process alone has the factors.
     """
     plain = [block for block in blocks.values() if block.correction is None]
     factors = list({id(f): f for block in plain for f in block.factors.values()}.values())
-    sides = sides_of(factors, None) | {id(one): estimate(one) for one in factors if is_estimated(one)}
+    sides = sides_of(factors, group) | {id(one): estimate(one) for one in factors if is_estimated(one)}
     found = {}
     for name, block in blocks.items():
         A, G = _pair(block, sides)

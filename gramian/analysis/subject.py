@@ -1,7 +1,7 @@
 """The subject of a curvature analysis: a model, its batches, and facts about both."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,30 @@ class Subject:
         for batch in self.batches:
             if not isinstance(batch, Mapping) or not isinstance(batch.get("labels"), Tensor):
                 raise GramianError('batches: one has no labels; expected mappings with a tensor "labels"')
+
+    def to(self, device: torch.device, note: str) -> "Subject":
+        """The same subject with model and batches on another device, and a further caveat; the model itself is moved."""
+        batches = [
+            {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+            for batch in self.batches
+        ]
+        return replace(self, model=self.model.to(device), batches=batches, notes=[*self.notes, note])
+
+    def share(self, rank: int, size: int) -> list[tuple[Tensor, Batch]]:
+        """The part of every batch that process `rank` of `size` computes, as (numbers of its rows among all rows, batch).
+
+        Row i of all batches belongs to process i mod `size`; a part without rows is left out. One process has all rows.
+        """
+        found: list[tuple[Tensor, Batch]] = []
+        first = 0
+        for batch in self.batches:
+            rows_B = torch.arange(first, first + len(batch["labels"]))
+            mine = slice((rank - first) % size, None, size)
+            if len(rows_B[mine]):
+                part = {name: value[mine] if isinstance(value, Tensor) else value for name, value in batch.items()}
+                found.append((rows_B[mine], part))
+            first += len(rows_B)
+        return found
 
     @property
     def terms(self) -> int:

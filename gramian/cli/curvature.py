@@ -1,38 +1,39 @@
 """`gramian curvature CONFIG.toml | --model PATH --text FILE…`: capacity metrics and spectra of every layer of a model.
 
 The model is that of a config (its run's best checkpoint, else fresh weights) on its training data, or a Hugging Face model
-folder on text files. Writes a table, curvature.json, and pictures.
+folder on text files. Writes a table, curvature.json, and pictures. Under torchrun the processes share the rows of every batch,
+and the first one prints and writes.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gramian.cli.command_errors import RunFailed, is_out_of_memory, refuse_torchrun
+from gramian.cli.command_errors import RunFailed, is_out_of_memory, only_first_complains
 from gramian.cli.config_arguments import positive_integer
-from gramian.cli.terminal import Update, in_parts, make_console, make_table, progress_bar, show
+from gramian.cli.terminal import Update, in_parts, make_console, progress_bar, show
 from gramian.core.errors import GramianError
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import Console, RenderableType
+    from rich.console import Console
 
     from gramian.analysis.options import Settings
     from gramian.analysis.subject import Subject
+    from gramian.parallel.process_grid import ProcessGrid
+    from gramian.train.config.config import Config
 
 DEFAULT_OUT = Path("runs/curvature")
 STAGE_NAMES = {"kfac": "K-FAC", "ggn": "Gauss-Newton matrix", "hessian": "Hessian"}
 PARTS = 8
 """Number of progress lines that a stage prints if the output is not a terminal."""
-MOST_ROWS = 64
-"""Maximum number of layers in the printed table: those with the largest share of the trace."""
+GPU_FULL = "Moved to the CPU: the memory of the GPU was full."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="EK-FAC's eigenvalues in place of K-FAC's, from a second pass over the data",
     )
+    add("--policy", metavar="KIND", help="which factors are low rank: all, auto, hybrid or small_only (default: "
+        "kfac.kfac_policy of the config, else all)")  # fmt: skip
+    add("--memory-budget", metavar="BYTES", help="most that K-FAC's factors take on a device, such as 2GB (default: "
+        "kfac.memory_budget of the config, else no limit)")  # fmt: skip
     add("--device", metavar="NAME", help="cpu or cuda (default: the config's, else cuda where there is one)")
     add("--dtype", metavar="NAME", help="fp32 or fp64 (default: fp32, and fp64 of a run in fp64)")
     add("--seed", type=int, default=0, metavar="SEED", help="of labels, masks and probes (default: 0)")
@@ -78,34 +83,53 @@ def run(arguments: argparse.Namespace) -> int:
         RunFailed: if it is interrupted or memory is full; the message says what was written.
         GramianError: if an argument does not fit.
     """
-    settings = _settings(arguments)
+    return only_first_complains(lambda: _run(arguments))
 
+
+def _run(arguments: argparse.Namespace) -> int:
+    settings, config = _settings(arguments), None
+    if arguments.config is not None:
+        from gramian.train.config.config import load_config
+
+        config = load_config(arguments.config, arguments.overrides)
+        settings = _with_kfac_section(settings, config, arguments)
+    on_cpu = _is_cpu(arguments.device, "auto" if config is None else config.run.device)
+
+    from gramian.parallel.world import world
+
+    with world(on_cpu, False) as grid:
+        return _measure(arguments, settings, config, grid)
+
+
+def _measure(arguments: argparse.Namespace, settings: Settings, config: Config | None, grid: ProcessGrid) -> int:
     from gramian.analysis import plots
-    from gramian.analysis.measure import analyse, plan_of
+    from gramian.analysis.measure import placed
     from gramian.analysis.methods import write_methods
-    from gramian.analysis.result_file import FILE, new_folder, write_result
+    from gramian.analysis.result_file import FILE, write_result
+    from gramian.cli.curvature_tables import result_tables
 
-    refuse_torchrun("curvature")
-    console = make_console()
-    subject = _subject(arguments)
-    show(console, *_heading(subject))
+    console = make_console(quiet=grid.rank > 0)
+    loaded = _subject(arguments, config, grid)
+    show(console, *_heading(loaded, grid))
     with _argument_named():
-        plan = plan_of(subject, settings)
-    show(console, *plan.lines())
-    plan.check()
-    folder = new_folder(arguments.out, DEFAULT_OUT)
+        subject, plan = placed(loaded, settings, grid)
+    show(console, *plan.lines(), *subject.notes[len(loaded.notes) :])
+    folder = _new_folder(arguments.out, grid)
     stored: dict[str, Any] = {}
+    written: list[Path] = []
 
     def store(result: Mapping[str, Any]) -> None:
-        write_result(result, folder)
-        stored.update(result)
+        if folder is not None:
+            write_result(result, folder)
+            stored.update(result)
 
     try:
-        result = analyse(subject, settings, lambda name: _stage(console, STAGE_NAMES[name]), store)
-        written = [folder / FILE, *(plots.draw(result, folder) if plots.available() else [])]
-        if arguments.methods:
-            write_methods(result, folder / "methods.md")
-            written.append(folder / "methods.md")
+        result = _analysed(subject, settings, console, store, grid)
+        if folder is not None:
+            written = [folder / FILE, *(plots.draw(result, folder) if plots.available() else [])]
+            if arguments.methods:
+                write_methods(result, folder / "methods.md")
+                written.append(folder / "methods.md")
     except (KeyboardInterrupt, RuntimeError, MemoryError, GramianError) as problem:
         stored_part = _stored_part(folder, stored)
         if isinstance(problem, KeyboardInterrupt):
@@ -114,11 +138,40 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         full = "curvature: out of memory; expected fewer --tokens, or a smaller --batch"
         raise RunFailed(f"{full}; {stored_part}") from None
-    show(console, *_report(result))
+    show(console, *result_tables(result))
     if not plots.available():
         show(console, "no pictures: matplotlib is not here; expected gramian[plot]")
     show(console, "written: " + ", ".join(map(str, written)))
     return 0
+
+
+def _analysed(
+    subject: Subject,
+    settings: Settings,
+    console: Console,
+    store: Callable[[Mapping[str, Any]], None],
+    grid: ProcessGrid,
+) -> dict[str, Any]:
+    """The result of an analysis; if a GPU's memory turns out to be too small, it begins again on the CPU.
+
+    Not on several processes, where the others would wait for this one.
+    """
+    import torch
+
+    from gramian.analysis.measure import analyse
+
+    def stage(name: str) -> AbstractContextManager[Update]:
+        return _stage(console, STAGE_NAMES[name])
+
+    try:
+        return analyse(subject, settings, stage, store, grid)
+    except torch.OutOfMemoryError:
+        if grid.size > 1 or grid.device.type == "cpu" or next(subject.model.parameters()).device.type == "cpu":
+            raise
+        subject = subject.to(torch.device("cpu"), GPU_FULL)
+    torch.cuda.empty_cache()
+    show(console, GPU_FULL)
+    return analyse(subject, settings, stage, store, grid)
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -154,18 +207,45 @@ def _argument_named() -> Iterator[None]:
     try:
         yield
     except GramianError as problem:
-        named = str(problem).partition(":")[0] in [field.name for field in fields(Settings)]
-        raise GramianError(f"argument --{problem}" if named else str(problem)) from None
+        name, _, rest = str(problem).partition(":")
+        named = name in [field.name for field in fields(Settings)]
+        raise GramianError(f"argument --{name.replace('_', '-')}:{rest}" if named else str(problem)) from None
 
 
-def _subject(arguments: argparse.Namespace) -> Subject:
-    if arguments.model is not None:
+def _with_kfac_section(settings: Settings, config: Config, arguments: argparse.Namespace) -> Settings:
+    """The settings with policy and memory budget of the config's [kfac], where no option gives them."""
+    kfac = config.kfac
+    if kfac is not None and kfac.kfac_policy is not None and arguments.policy is None:
+        settings = replace(settings, policy=kfac.kfac_policy)
+    if kfac is not None and kfac.memory_budget is not None and arguments.memory_budget is None:
+        if settings.ekfac:
+            raise GramianError("kfac.memory_budget: --ekfac keeps every token until the end; expected one of the two")
+        settings = replace(settings, memory_budget=kfac.memory_budget)
+    return settings
+
+
+def _subject(arguments: argparse.Namespace, config: Config | None, grid: ProcessGrid) -> Subject:
+    """Model and batches on the process's device; on the CPU if the model does not fit there."""
+    import torch
+
+    try:
+        return _subject_on(arguments, config, grid.device)
+    except torch.OutOfMemoryError:
+        if grid.size > 1:
+            raise RunFailed("curvature: the model does not fit on the GPU; expected --device cpu") from None
+    torch.cuda.empty_cache()
+    cpu = torch.device("cpu")
+    return _subject_on(arguments, config, cpu).to(cpu, GPU_FULL)
+
+
+def _subject_on(arguments: argparse.Namespace, config: Config | None, device: torch.device) -> Subject:
+    if config is None:
         from gramian.analysis.model_folder import LENGTH, from_folder
 
         return from_folder(
             arguments.model,
             arguments.text,
-            _device(arguments.device, "auto"),
+            device,
             arguments.dtype,
             arguments.tokens,
             arguments.batch,
@@ -174,21 +254,34 @@ def _subject(arguments: argparse.Namespace) -> Subject:
             arguments.seed,
         )
     from gramian.analysis.subject import from_config
-    from gramian.train.config.config import load_config
 
-    config = load_config(arguments.config, arguments.overrides)
-    device = _device(arguments.device, config.run.device)
     return from_config(config, device, arguments.dtype, arguments.tokens, arguments.batch)
 
 
-def _device(asked: str | None, configured: str) -> torch.device:
+def _is_cpu(asked: str | None, configured: str) -> bool:
+    """Whether the analysis runs on the CPU; raises a GramianError if a GPU is asked for and there is none."""
     import torch
 
     name = asked or configured
     if name == "cuda" and not torch.cuda.is_available():
         field = "argument --device" if asked else "run.device"
         raise GramianError(f"{field}: there is no CUDA device here; expected cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    return name == "cpu" or not torch.cuda.is_available()
+
+
+def _new_folder(wanted: Path | None, grid: ProcessGrid) -> Path | None:
+    """The folder of the results, made by the first process; None on all others. An error is raised on all of them."""
+    from gramian.analysis.result_file import new_folder
+
+    folder, problem = None, ""
+    if grid.rank == 0:
+        try:
+            folder = new_folder(wanted, DEFAULT_OUT)
+        except GramianError as found:
+            problem = str(found)
+    if grid.most(float(bool(problem))):
+        raise GramianError(problem or "argument --out: cannot be used; expected a new folder")
+    return folder
 
 
 # ---- output ----------------------------------------------------------------------------------------------------------
@@ -207,120 +300,24 @@ def _stage(console: Console, name: str) -> Iterator[Update]:
     show(console, f"{name}: {time.perf_counter() - started:.0f} s")
 
 
-def _stored_part(folder: Path, stored: Mapping[str, Any]) -> str:
+def _stored_part(folder: Path | None, stored: Mapping[str, Any]) -> str:
     """Describe what curvature.json has after an analysis that ended early; an empty folder is removed."""
-    if not stored:
-        folder.rmdir()
+    if folder is None or not stored:
+        if folder is not None:
+            folder.rmdir()
         return "nothing was written"
     done = " and ".join(name for stage, name in STAGE_NAMES.items() if stage in stored)
     content = "all of it" if stored["complete"] else f"{done}, and says that it is not complete"
     return f"{folder / 'curvature.json'} holds {content}"
 
 
-def _heading(subject: Subject) -> list[str]:
+def _heading(subject: Subject, grid: ProcessGrid) -> list[str]:
     model, data = subject.model_facts, subject.data_facts
     fresh = " (no run in run.folder: fresh weights)" if model["weights"] == "fresh" else ""
     return [
         f"{model.get('path', model['kind'])}: {subject.parameters:,} parameters, weights: {model['weights']}{fresh}, "
         f"{model['dtype']}",
         f"{data['windows']:,} of {data['windows_in_all']:,} windows of {data['length']:,}: {subject.tokens:,} tokens, "
-        f"{subject.terms:,} loss terms",
+        f"{subject.terms:,} loss terms" + f", shared by {grid.size} processes" * (grid.size > 1),
         *subject.notes,
     ]
-
-
-def _report(result: Mapping[str, Any]) -> Iterator[RenderableType]:
-    yield _layer_table(result)
-    yield _model_table(result)
-    kfac, data = result["kfac"], result["data"]
-    exact = " but that of the exact head" if result["settings"]["fisher"] == "true" else ""
-    limit = f"no side of a layer{exact} has a rank above the {data['tokens']:,} tokens read"
-    yield f"loss {kfac['loss']:.4g} nats a term; {limit}"
-    coverage = kfac["metrics"]["model"]["coverage"]
-    yield (
-        f"of the parameters {coverage['kronecker']:.2%} in Kronecker blocks, {coverage['block']:.2%} in exact blocks, "
-        f"{coverage['diagonal']:.2%} in diagonals, {coverage['none']:.2%} in none"
-    )
-    yield from result["notes"]
-
-
-def _layer_table(result: Mapping[str, Any]) -> RenderableType:
-    """Table of the layers: a row per layer with Kronecker factors, in the model's order, and one for all other parameters.
-
-    Of more than `MOST_ROWS` layers those with the smallest traces are in the last row too.
-    """
-    from gramian.analysis.layer_places import kind, kronecker_layers, short_names
-
-    record, metrics = result["kfac"]["record"]["layers"], result["kfac"]["metrics"]
-    total = metrics["model"]["trace"] or math.inf
-    names = kronecker_layers(result)
-    shown = sorted(names, key=lambda name: -metrics["layers"][name]["trace"])[:MOST_ROWS]
-    table = make_table()
-    table.add_column("layer", overflow="fold")
-    table.add_column("kind", no_wrap=True)
-    for head in ("out × in", "trace", "share", "λ_max", "eff. rank", "condition"):
-        table.add_column(head, justify="right", no_wrap=True)
-    short = short_names(names)
-    for name in names:
-        if name in shown:
-            layer, found = record[name], metrics["layers"][name]
-            size = f"{layer['out_dim']:,} × {layer['in_dim']:,}"
-            table.add_row(
-                short[name],
-                kind(layer),
-                size,
-                f"{found['trace']:.3g}",
-                f"{found['trace'] / total:.1%}",
-                f"{found['max_eigenvalue']:.3g}",
-                f"{found['entropy_rank']:,.0f}",
-                f"{found['condition_number']:.2g}",
-            )
-    rest = [name for name in record if name not in shown]
-    if rest:
-        kinds = ", ".join(dict.fromkeys(kind(record[name]) for name in rest))
-        trace = sum(metrics["layers"][name]["trace"] for name in rest)
-        top = max(metrics["layers"][name]["max_eigenvalue"] for name in rest)
-        size = f"{sum(record[name]['out_dim'] * record[name]['in_dim'] for name in rest):,}"
-        table.add_section()
-        table.add_row(f"{len(rest)} other blocks", kinds, size, f"{trace:.3g}", f"{trace / total:.1%}", f"{top:.3g}")
-    return table
-
-
-def _model_table(result: Mapping[str, Any]) -> RenderableType:
-    """Table of the model's totals, such as trace and largest eigenvalue: K-FAC beside the Gauss-Newton matrix."""
-    from gramian.analysis.layer_places import estimate_name
-
-    model, ggn = result["kfac"]["metrics"]["model"], result.get("ggn")
-    table = make_table("whole model", f">{estimate_name(result)}", *[">Gauss-Newton"] * bool(ggn))
-    damped = f", λ = {model['damping']:g}"
-    rows = [
-        ("trace", "trace", ggn and _plus_minus(ggn["trace"])),
-        ("largest eigenvalue", "max_eigenvalue", ggn and _largest(ggn["extremes"])),
-        ("participation ratio", "participation_ratio", ggn and _number(ggn["participation_ratio"])),
-        (f"effective dimension{damped}", "effective_dimension", ggn and _plus_minus(ggn["effective_dimension"])),
-        ("effective rank", "entropy_rank", ""),
-        (f"condition number{damped}", "condition_number", ""),
-    ]
-    if "pac_bayes" in model:
-        rows.append((f"√(trace/n), n = {_number(result['settings']['samples'])}; no bound", "pac_bayes", ""))
-    for name, key, exact in rows:
-        table.add_row(name, _number(model[key]), *[exact] * bool(ggn))
-    if "hessian" in result:
-        ends = result["hessian"]["extremes"]
-        table.add_row("Hessian, both ends", f"{ends['smallest']:.4g} … {ends['largest']:.4g}")
-    return table
-
-
-def _plus_minus(estimate: Mapping[str, Any]) -> str:
-    error = estimate["standard_error"]
-    limit = "≤ " if estimate.get("bound") == "upper" else ""
-    return f"{limit}{_number(estimate['value'])}" + ("" if error is None else f" ± {_number(error, 2)}")
-
-
-def _number(value: float, digits: int = 4) -> str:
-    """Format a number to `digits` significant digits, without a power of ten below a billion."""
-    return f"{value:,.0f}" if 10 ** (digits - 1) <= abs(value) < 1e9 else f"{value:.{digits}g}"
-
-
-def _largest(ends: Mapping[str, Any]) -> str:
-    return f"{ends['largest']:.4g}" + ("" if ends["converged"] else " (not converged)")

@@ -1,4 +1,4 @@
-"""`gramian train CONFIG.toml [section.key=value …]`: train; a folder that holds a run of the same config is resumed.
+"""`gramian train CONFIG.toml [section.key=value …] [--methods]`: train; a folder with a run of the same config is resumed.
 
 Also under torchrun.
 """
@@ -27,7 +27,13 @@ FAILED_ON_ONE = re.compile(r"process \d+: (?!GramianError)\w*(Error|Exception|In
 """Matches the message of an error that another process raised while all of them computed curvature."""
 
 
-add_arguments = add_config_arguments
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `gramian train` to a parser."""
+    add_config_arguments(parser)
+    parser.add_argument(
+        "--methods", action="store_true", help="write methods.md, a Methods paragraph and the reproducibility checklist of "
+        "the run, into its folder; of a run that is complete already, nothing else"
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,11 +46,13 @@ def run(arguments: argparse.Namespace) -> int:
         if is_first_process():
             raise
         return 2  # the first process prints the error for all
-    return train(config)
+    return train(config, arguments.methods)
 
 
-def train(config: Config) -> int:
+def train(config: Config, methods: bool = False) -> int:
     """Train the run of a config on this process, one of those that torchrun started; the first one prints.
+
+    With `methods`, methods.md is written into the run folder at the end; of a run that is complete already, nothing else.
 
     Returns:
         The exit code: 0 if the run reached its end or was asked to stop.
@@ -55,11 +63,12 @@ def train(config: Config) -> int:
         GramianError: if the run folder cannot be used, or the config does not fit the data, the model or the machine.
     """
     from gramian.parallel.world import world
+    from gramian.report.run_methods import is_complete
     from gramian.train.state.run_folder import RunFolder
 
     check_device(config)
     with world(config.run.device == "cpu", is_sharded(config)) as grid:
-        folder, problem = RunFolder(config), ""
+        folder, problem, complete = RunFolder(config), "", False
         if grid.rank == 0:
             try:
                 folder.__enter__()
@@ -68,7 +77,8 @@ def train(config: Config) -> int:
         try:
             if grid.most(float(bool(problem))):
                 raise GramianError(grid.first_failure(problem) if problem else "run.folder: cannot be taken")
-            return _train(config, grid, folder)
+            complete = methods and grid.most(float(grid.rank == 0 and is_complete(folder.path))) > 0
+            return 0 if complete else _train(config, grid, folder)
         except GramianError as found:
             if grid.rank == 0 and not problem and not folder.begun:
                 folder.discard()
@@ -77,10 +87,12 @@ def train(config: Config) -> int:
         finally:
             try:
                 if grid.rank == 0 and not problem:
-                    report = end_with_report(folder)
-                    if report is not None:
-                        with suppress(BrokenPipeError):
-                            print(f"report: {report}", flush=True)
+                    written = {"report": None if complete else end_with_report(folder)}
+                    written["methods"] = end_with_methods(folder) if methods else None
+                    for name, path in written.items():
+                        if path is not None:
+                            with suppress(BrokenPipeError):
+                                print(f"{name}: {path}", flush=True)
             finally:
                 folder.__exit__(None, None, None)
 
@@ -100,6 +112,21 @@ def end_with_report(folder: RunFolder) -> Path | None:
         print(f"gramian: {failure}", file=sys.stderr)
     page = folder.path / FILE
     return page if failure is None and page.exists() else None
+
+
+def end_with_methods(folder: RunFolder) -> Path | None:
+    """Write methods.md into the folder of a run, however it ended; a failure is a line, and fails nothing.
+
+    Returns:
+        The file; None if none was written.
+    """
+    from gramian.report.run_methods import write_run_methods
+
+    try:
+        return write_run_methods(folder.path) if folder.begun else None
+    except Exception as problem:
+        print(f"gramian: methods.md was not written: {type(problem).__name__}: {problem}", file=sys.stderr)
+        return None
 
 
 def _train(config: Config, grid: ProcessGrid, folder: RunFolder) -> int:

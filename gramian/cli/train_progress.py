@@ -1,10 +1,12 @@
 """What `gramian train` prints: a bar with loss, learning rate and remaining time, and a line for each event.
 
-Without a terminal, as in a log file, a line after every tenth of the run takes the place of the bar.
+Without a terminal, as in a log file, a line after every tenth of the run takes the place of the bar. A run with K-FAC prints a
+line about its factors after the first refresh, and again about once in every tenth of the run.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -62,6 +64,8 @@ class Progress:
         self._label = " (not covered by ε)" if config.privacy is not None else ""
         self._steps, self._first_step, self._started = config.run.steps, 0, 0.0
         self._lines = None if console.is_terminal else in_parts(TENTHS, self._print_line)
+        self._curvature: Mapping[str, Any] | None = None
+        self._curvature_tenth = 0
 
     def __enter__(self) -> Progress:
         self._bar.start()
@@ -81,20 +85,35 @@ class Progress:
             if not self._started:
                 self._first_step, self._started = done, time.perf_counter()
             self._lines(done, self._steps, state)
+        if run.log.curvature is not self._curvature and run.log.curvature is not None:
+            self._show_refresh(run.log.curvature, outcome, done)
+
+    def _show_refresh(self, summary: Mapping[str, Any], outcome: StepOutcome, done: int) -> None:
+        """Print the line of a refresh of K-FAC's factors: of the first one, and of the first after every tenth of the run."""
+        from gramian.curvature.persist.refresh_summary import summary_line
+
+        tenth, first = done * TENTHS // self._steps, self._curvature is None
+        if first or tenth > self._curvature_tenth:
+            line = summary_line(summary, outcome.extra.get("trust_region", math.nan))
+            self._print(f"step {done}: {line}")
+        self._curvature, self._curvature_tenth = summary, tenth
 
     def _print_line(self, done: int, total: int, state: str) -> None:
         """Print a line about the steps so far, with the remaining time as the steps of this process took it."""
         taken, left = done - self._first_step, ""
         if taken > 0:
             left = f"  {duration((time.perf_counter() - self._started) / taken * (total - done))} left"
-        self._console.print(f"step {done} of {total}: {state}{left}", markup=False, highlight=False, soft_wrap=True)
+        self._print(f"step {done} of {total}: {state}{left}")
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def show_event(self, event: Mapping[str, Any]) -> None:
         """Print the line of a logged event, if `EVENT_LINES` has one; may be called from any thread."""
         line = line_of(event)
         if line is not None:
             label = self._label if event.get("covered_by_epsilon") is False else ""
-            self._console.print(f"{line}{label}", markup=False, highlight=False, soft_wrap=True)
+            self._print(f"{line}{label}")
 
     def end(self, run: Trainer, reason: str) -> None:
         """Print the last line of a run: why it ended, its step, and the best validation loss."""
@@ -104,7 +123,7 @@ class Progress:
         last_line = (
             f"{reason} at step {run.step} of {run.config.run.steps}{best}{self.validity(run)}; {run.folder.path}"
         )
-        self._console.print(last_line, markup=False, highlight=False, soft_wrap=True)
+        self._print(last_line)
 
     @staticmethod
     def validity(run: Trainer) -> str:

@@ -49,6 +49,9 @@ class CurvatureState:
     ready: ReadyOperators | None = None
     """Operators of the current factors that training steps use; None until the first such step after a refresh."""
 
+    trust_region: torch.Tensor | None = None
+    """Factor of at most 1 by which the last preconditioned step was scaled, 0-dim on its device; None: no such step."""
+
     # ---- steps ----
     steps: int = 0
     """Number of captures and collections so far, whether or not they refreshed the factors."""

@@ -20,7 +20,8 @@ from gramian.curvature.blocks.output_head import known_head
 from gramian.curvature.estimate.kfac_capture import IdleCapture, KFACCapture
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.persist import curvature_record
-from gramian.optim.whitened_steps import MatrixGroup, WhitenedSteps
+from gramian.linalg.factors.factor import fetch_bounds
+from gramian.optim.whitened_steps import MatrixGroup, WhitenedSteps, lambdas
 from gramian.taps.model.user_names import unwrap
 
 MATRIX_RATE = 4.0
@@ -188,6 +189,25 @@ class KFAC(Optimizer):
                     specs = [whitened[matrices.names[place]].spec for place in places]
                     self._step_matrices(group, matrices, places, specs, [trained[s.parameters[0]][0] for s in specs])
         return loss
+
+    def record(self) -> dict[str, Any]:
+        """`kfac.record()` with the damping of this optimizer's steps: "relative", λ_A = δā and λ_G = δḡ, and no clip.
+
+        κ of A is a bound where a layer has a bias, whose coordinate takes no part in the step. Collective, as `kfac.record`.
+        """
+        blocks, delta = self.kfac.kfac_factors, self._steps.damping
+        fetch_bounds([factor for block in blocks.values() for factor in block.factors.values()])
+        found = self.kfac.record()
+        found["options"] |= {"damping": delta, "damping_mode": "relative", "use_eigenvalue_correction": False}
+        for (name, block), (lambda_A, lambda_G) in zip(blocks.items(), lambdas([*blocks.values()], delta), strict=True):
+            layer = found["layers"][name]
+            layer |= {"damping_mode": "relative", "pi": None, "lambda_A": lambda_A, "lambda_G": lambda_G}
+            layer |= {"kappa_max": None, "clip_joint": None}
+            for side, factor in block.factors.items():
+                kappa, exact = factor.condition(lambda_A if side == "A" else lambda_G, None)
+                exact = exact and not (side == "A" and block.spec.has_bias)
+                layer["sides"][side] |= {"kappa": kappa, "kappa_exact": exact, "clip": None}
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state with the factors under "kfac". Collective if factors are sharded over processes."""

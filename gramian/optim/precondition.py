@@ -115,7 +115,7 @@ class _NaturalStep:
             for name, gradient in gradients.items():
                 gradient.copy_(natural[name])
             return
-        scale = self._scale(optimizer, trained, dots)
+        scale = kfac.state.trust_region = self._scale(optimizer, trained, dots)
         for name, gradient in gradients.items():
             gradient.copy_(natural[name] * scale)
 

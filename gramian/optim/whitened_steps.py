@@ -102,6 +102,15 @@ class WhitenedSteps:
         self._made_of = now
 
 
+def lambdas(blocks: Sequence[Block], damping: float) -> list[tuple[float, float]]:
+    """(λ_A, λ_G) = (δā, δḡ) of every block: (A/ā + δI)^(−1/4) is (A + λ_A I)^(−1/4) times a number. Waits for the device."""
+    means = [_mean(factor.diagonal()[:width]) for block in blocks for factor, width in _sides(block)]
+    if not means:
+        return []
+    values = (damping * torch.cat([mean.double().to(means[0].device) for mean in means])).tolist()
+    return list(zip(values[::2], values[1::2], strict=True))
+
+
 def _input_factor(block: Block) -> Factor:
     assert block.A is not None, "a Kronecker product has both factors"
     return block.A

@@ -11,6 +11,7 @@ from gramian.core.errors import GramianError
 from gramian.report.curvature_panels import curvature_panels
 from gramian.report.event_table import event_panel
 from gramian.report.fact_tables import fact_panels, summary_panel
+from gramian.report.kfac_panels import kfac_panels
 from gramian.report.page import page_html
 from gramian.report.plan_tables import plan_panels
 from gramian.report.privacy_panels import privacy_panels
@@ -56,6 +57,7 @@ def report_page(runs: Sequence[RunData]) -> str:
             summary_panel(runs),
             *training_panels(runs, points),
             *privacy_panels(runs, points),
+            *kfac_panels(runs, points),
             *speed_panels(runs, points),
             *([events] if events else []),
             *fixed,

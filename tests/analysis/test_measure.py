@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import gramian
 from gramian.analysis import Settings, Subject, analyse
 from gramian.analysis.collect import collect
-from gramian.analysis.measure import kfac_of, plan_of
+from gramian.analysis.measure import kfac_of, placed, plan_of
 from gramian.analysis.result_file import FILE, new_folder, write_result
 from gramian.analysis.spectrum_curves import PER_DECADE, kfac_density
 from gramian.core.errors import GramianError
@@ -109,7 +109,7 @@ def test_any_split_into_batches_gives_the_same_factors(fisher):
     for rows in ((5,), (3, 2), (1, 1, 3)):
         subject = tiny(rows)
         kfac = kfac_of(subject, Settings(fisher=fisher, ekfac=True))
-        loss = collect(kfac, subject.model, subject.batches, fisher, 3, lambda done, total: None)
+        loss = collect(kfac, subject.model, subject.share(0, 1), fisher, 3, lambda done, total: None)
         found.append((loss, kfac))
     for loss, kfac in found[1:]:
         assert loss == pytest.approx(found[0][0], rel=1e-12)
@@ -188,8 +188,10 @@ def test_an_analysis_stays_inside_its_plan(stage):
 
 def test_a_plan_that_does_not_fit_is_refused(monkeypatch):
     monkeypatch.setattr("gramian.analysis.analysis_plan._free", lambda device: 1000)
-    with pytest.raises(GramianError, match=r"memory: \w+ takes .* 1.0 KB are free; expected fewer"):
-        plan_of(tiny(), Settings()).check()
+    with pytest.raises(
+        GramianError, match=r"memory: \w+ takes .* 1.0 KB are free on the CPU; expected a --memory-budget"
+    ):
+        placed(tiny(), Settings())
 
 
 def test_nothing_in_a_folder_is_overwritten(tmp_path):

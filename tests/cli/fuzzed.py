@@ -158,7 +158,7 @@ def _eval(draw: random.Random) -> Draft:
 def _curvature(draw: random.Random) -> Draft:
     options = {"--tokens": ["16"], "--eigenvalues": ["1"], "--steps": ["2"], "--probes": ["0"], "--out": ["new/c"]}
     more = {"--seed": ["3"], "--dtype": ["fp64"], "--device": ["cpu"], "--batch": ["2"], "--fisher": ["empirical"],
-            "--damping": ["0.1"], "--samples": ["100"], "--ekfac": [], "--methods": []}  # fmt: skip
+            "--damping": ["0.1"], "--samples": ["100"], "--ekfac": [], "--methods": [], "--policy": ["hybrid"]}  # fmt: skip
     for name in draw.sample(sorted(more), 2):
         options[name] = more[name]
     return Draft("curvature", _tables(draw, "plain", "goose", "kfac", "optimizer"), [CONFIG], options)

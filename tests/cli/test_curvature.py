@@ -2,13 +2,18 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from gramian.analysis import Settings, Subject, measure
 from gramian.analysis.plots import available
-from gramian.cli import main
+from gramian.cli import curvature, main
+from gramian.cli.terminal import make_console
+from gramian.core.byte_amounts import format_bytes
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.config.config import load_config
 from tests.train.conftest import untouched_process  # noqa: F401
 from tests.train.distilled import WORDS
@@ -155,6 +160,63 @@ def test_a_causal_model_is_scored_on_the_next_token(tmp_path: Path) -> None:
     assert main(["curvature", "--model", str(hf_folder(tmp_path / "bert", "bert")), "--text", str(text)]) == 2
 
 
+@pytest.mark.usefixtures("no_pictures")
+def test_policy_and_budget_are_those_of_the_config_unless_an_option_gives_them(config: Path, tmp_path: Path) -> None:
+    told = ["kfac.kfac_policy=small_only", "kfac.memory_budget=700KB"]
+    for name, asked, policy, budget in (
+        ("config", [], "small_only", "700KB"),
+        ("options", ["--policy", "auto", "--memory-budget", "2GB"], "auto", "2GB"),
+    ):
+        out = tmp_path / name
+        assert main(["curvature", str(config), *told, "--out", str(out), *QUICK, "--probes", "0", *asked]) == 0
+        record = result_of(out)["kfac"]["record"]
+        assert (record["options"]["kfac_policy"], record["options"]["memory_budget"]) == (policy, budget)
+        assert record["bytes"] <= 700e3 or name == "options"
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_an_analysis_that_does_not_fit_on_the_gpu_runs_on_the_cpu_and_says_so(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plan that says "cuda" stands for the GPU: it has a kilobyte."""
+    plan_of, plans = measure.plan_of, []
+
+    def planned(*given):
+        plans.append(plan_of(*given))
+        return plans[-1] if len(plans) > 1 else replace(plans[0], device=torch.device("cuda"))
+
+    monkeypatch.setattr(measure, "plan_of", planned)
+    monkeypatch.setattr("gramian.analysis.analysis_plan._free", lambda device: 1000 if device.type == "cuda" else 10**9)
+    assert main(["curvature", str(config), "--out", str(tmp_path / "out"), *QUICK, "--probes", "0"]) == 0
+    result, told = result_of(tmp_path / "out"), capsys.readouterr().out
+    line = f"Moved to the CPU: K-FAC takes {format_bytes(plans[0].most)}, 1.0 KB are free on the GPU."
+    assert line in told.splitlines() and line in result["notes"] and result["plan"]["device"] == "cpu"
+
+
+def test_a_gpu_that_turns_out_to_be_full_hands_the_analysis_to_the_cpu(monkeypatch, capsys) -> None:
+    """A model on the meta device stands for one on a GPU."""
+    subjects: list[Subject] = []
+
+    def analysed(subject: Subject, *_: object) -> dict:
+        subjects.append(subject)
+        if len(subjects) == 1:
+            raise torch.OutOfMemoryError
+        return {"notes": subject.notes}
+
+    with torch.device("meta"):
+        full = Subject(torch.nn.Linear(2, 2), [{"labels": torch.zeros(1)}], notes=["before"])
+    there = Subject(torch.nn.Linear(2, 2), [{"labels": torch.zeros(1)}])
+    monkeypatch.setattr(measure, "analyse", analysed)
+    monkeypatch.setattr(Subject, "to", lambda self, device, note: replace(there, notes=[*self.notes, note]))
+    gpu = ProcessGrid(device=torch.device("cuda"))
+    result = curvature._analysed(full, Settings(), make_console(), lambda result: None, gpu)
+    assert result["notes"] == ["before", curvature.GPU_FULL] and subjects[1].model is there.model
+    assert capsys.readouterr().out == f"{curvature.GPU_FULL}\n"
+    subjects.clear()
+    with pytest.raises(torch.OutOfMemoryError):  # the others would wait for this process
+        curvature._analysed(full, Settings(), make_console(), lambda result: None, replace(gpu, size=2))
+
+
 @pytest.mark.parametrize(("kind", "asked"), [("gpt2", []), ("bert-mlm", ["--masked"])])
 def test_a_folder_without_a_tokenizer_is_refused(kind: str, asked: list[str], tmp_path: Path, capsys) -> None:
     folder, text = hf_folder(tmp_path / "model", kind), text_file(tmp_path)
@@ -192,6 +254,12 @@ def test_a_model_of_the_other_kind_is_refused(
         (["CONFIG", "--device", "tpu"], "argument --device: 'tpu'; expected cpu or cuda"),
         (["CONFIG", "--fisher", "exact"], "argument --fisher: 'exact'; expected one of empirical, mc, true"),
         (["CONFIG", "--samples", "-3"], "argument --samples: -3.0; expected a number above 0"),
+        (["CONFIG", "--policy", "some"], "argument --policy: 'some'; expected one of all, auto, hybrid, small_only"),
+        (["CONFIG", "--memory-budget", "2 parsecs"], "argument --memory-budget: expected bytes, such as 8000000000"),
+        (["CONFIG", "--memory-budget", "0"], "argument --memory-budget: '0'; expected more than 0 bytes"),
+        (["CONFIG", "--memory-budget", "1KB"], "argument --memory-budget: "),
+        (["CONFIG", "--memory-budget", "1GB", "--ekfac"], "argument --memory-budget: ekfac=True keeps every token"),
+        (["CONFIG", "kfac.memory_budget=1GB", "--ekfac"], "kfac.memory_budget: --ekfac keeps every token"),
         (["CONFIG", "--probes", "1"], "argument --probes: 1; expected 0, or at least 2"),
         (["CONFIG", "model.width=x"], "model.width: expected int"),
         (["missing.toml"], "missing.toml"),
@@ -219,19 +287,19 @@ def test_what_was_computed_before_an_interruption_is_kept(config: Path, tmp_path
         raise torch.OutOfMemoryError
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("gramian.analysis.measure._ggn", interrupted)
+    monkeypatch.setattr("gramian.analysis.measure._Stages.ggn", interrupted)
     assert main(["curvature", str(config), *QUICK]) == 1
     error = capsys.readouterr().err
     assert "interrupted; runs/curvature/curvature.json holds K-FAC, and says that it is not complete" in error
     result = result_of(tmp_path / "runs" / "curvature")
     assert not result["complete"] and result["kfac"]["loss"] > 0 and "ggn" not in result
-    monkeypatch.setattr("gramian.analysis.measure._ggn", out_of_memory)
+    monkeypatch.setattr("gramian.analysis.measure._Stages.ggn", out_of_memory)
     assert main(["curvature", str(config), "--out", "full", *QUICK]) == 1
     assert (
         "out of memory; expected fewer --tokens, or a smaller --batch; full/curvature.json holds K-FAC"
         in capsys.readouterr().err
     )
-    monkeypatch.setattr("gramian.analysis.measure._kfac", interrupted)
+    monkeypatch.setattr("gramian.analysis.measure._Stages.kfac", interrupted)
     assert main(["curvature", str(config), *QUICK]) == 1
     assert "interrupted; nothing was written" in capsys.readouterr().err
     assert os.listdir(tmp_path / "runs") == ["curvature"]

@@ -32,6 +32,22 @@ def test_a_log_has_a_line_for_every_tenth_and_the_report(
     assert lines[-1] == "report: runs/run/report.html" and Path("runs/run/report.html").exists()
 
 
+def test_a_run_with_curvature_prints_it_after_the_first_refresh_and_once_a_tenth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    book(tmp_path)
+    assert main(["init"]) == 0
+    capsys.readouterr()
+    more = ["kfac.update_freq=1", "kfac.kfac_policy=hybrid", "kfac.max_condition_number=1e4"]
+    assert main(["train", "run.toml", *OPTIONS, *more]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if "K-FAC: refresh" in line]
+    assert [int(re.match(r"step (\d+): K-FAC: refresh \1, ", line)[1]) for line in told] == [1, *range(2, 21, 2)]  # type: ignore[index]
+    assert all(
+        "policy=hybrid" in line and "κ_max=1e+04" in line and re.search(r"clipped [\d.]+%", line) for line in told
+    )
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("ending", ["reader", "terminal"])
 def test_a_run_outlives_its_reader_and_saves_when_its_terminal_closes(tmp_path: Path, ending: str) -> None:

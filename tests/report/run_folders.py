@@ -153,3 +153,21 @@ def curved(folder: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "curvature.json").write_text(json.dumps(result))
     return folder
+
+
+def natural(folder: Path, layers: int = 3) -> Path:
+    """A run along natural gradients: a refresh every ten steps, from step 1 on, with so many layers."""
+    lines = []
+    for step in range(1, STEPS + 1):
+        kfac = {"refresh": 1 + step // 10, "policy": "all", "damping_mode": "pi", "kappa_max": 1e6, "clip_share": 0.25}
+        kfac["layers"] = {
+            f"model.blocks.{i}.fc": {
+                "T": 64, "lambda_A": 0.1 * (i + 1), "lambda_G": 0.01 * step, "kappa_A": 100.0 * (i + 1), "kappa_G": 5.0,
+                "clip_A": 0.5, "clip_G": 0.0, "bounds": ["G"],
+            }
+            for i in range(layers)
+        }  # fmt: skip
+        fresh = {"kfac": kfac} if step % 10 == 1 else {}
+        line = step_line(step, step - 1, trust_region=1 / step, **fresh)
+        lines.append({**line, "time": {**line["time"], **({"refresh_seconds": step / 100} if fresh else {})}})
+    return write_run(folder, lines, kfac={"update_freq": 10})

@@ -63,7 +63,7 @@ class LabelArguments:
         return self.fisher_type != "empirical"
 
     def estimate(self, likelihood: Likelihood) -> str:
-        """Where labels of a distribution come from, for the record: "empirical" or "mc", and its name unless it is a softmax."""
+        """Where labels of a distribution come from, for the record: "empirical" or "mc", and its name if it is no softmax."""
         found = "mc" if self.drawn else "empirical"
         return found if isinstance(likelihood, Softmax) else f"{found}, {likelihood.name}"
 

@@ -21,7 +21,7 @@ from gramian.parallel.process_grid import ProcessGrid
 from gramian.parallel.wrap_data_parallel import gradient_sync
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.train.loop.precision import Precision
-from gramian.train.loop.stepper import Stepper, TakenStep, seed_all, terms_and_ids
+from gramian.train.loop.stepper import TRUST_REGION, Stepper, TakenStep, seed_all, terms_and_ids
 
 
 class PlainStepper(Stepper):
@@ -53,6 +53,8 @@ class PlainStepper(Stepper):
         self.module, self.optimizer, self.numbers, self.grid = module, optimizer, numbers, grid
         self.max_norm, self.kfac, self.captured = max_norm, kfac, module
         self.scaler, self.stopwatch = numbers.scaler(), Stopwatch()
+        if kfac is not None and not isinstance(optimizer, KFAC):
+            self.extra = (*self.extra, *TRUST_REGION)
         self._seed = seed
 
     def take(self, batch: StepBatch, rate: float, flag: bool = False) -> TakenStep:
@@ -73,7 +75,7 @@ class PlainStepper(Stepper):
         learned = self._learn(sums, scale, stepped)
         sums = self.grid.sum_(torch.cat([sums[:1], torch.full_like(sums[:1], flag), sums[1:]]))
         own = torch.stack([torch.full_like(norm, batch.tokens), norm])
-        return TakenStep(torch.cat([sums[:2], own, sums[2:], learned]), stepped)
+        return TakenStep(torch.cat([sums[:2], own, sums[2:], learned, self._trust_region(sums)]), stepped)
 
     def watch(self, batch: StepBatch) -> None:
         """Run forward and backward of a batch without a step; `p.grad` is then the gradient times the loss scale."""

@@ -29,7 +29,7 @@ from gramian.train.loop.deferred_metrics import StepOutcome
 from gramian.train.loop.objective import IGNORED
 from gramian.train.loop.precision import Precision
 from gramian.train.loop.public_curvature import PublicCurvature
-from gramian.train.loop.stepper import Stepper, TakenStep, seed_all
+from gramian.train.loop.stepper import TRUST_REGION, Stepper, TakenStep, seed_all
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,8 @@ class PrivateStepper(Stepper):
         self.module, self.optimizer, self.numbers, self.grid = module, optimizer, numbers, grid
         self.scaler, self.curvature = numbers.scaler(), curvature
         self.kfac = None if curvature is None else curvature.kfac
+        if curvature is not None:
+            self.extra = (*self.extra, *TRUST_REGION)
         self.captured = module if curvature is None else curvature.copy
         options, data = config.privacy, config.data
         self._seed, self._length = config.run.seed, data.length
@@ -190,11 +192,13 @@ class PrivateStepper(Stepper):
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         stepped = self.scaler is None or self.scaler.get_scale() >= before
         total = self.grid.sum_(total)
-        return TakenStep(torch.cat([total[:3], norm.detach().to(total)[None], total[3:]]), stepped)
+        own = norm.detach().to(total)[None]
+        return TakenStep(torch.cat([total[:3], own, total[3:], self._trust_region(total)]), stepped)
 
     def metrics(self, outcome: StepOutcome) -> dict[str, Any]:
-        """Metrics of a step for the log: the histogram of per-sample gradient norms before clipping."""
-        return {"sample_norms": histogram_metrics(outcome.extra, self._options.max_grad_norm)}
+        """Metrics of a step for the log: those of all steps, and the histogram of per-sample gradient norms before clipping."""
+        norms = histogram_metrics(outcome.extra, self._options.max_grad_norm)
+        return {**super().metrics(outcome), "sample_norms": norms}
 
     def plans(self) -> dict[str, Any]:
         """{"clipping": how the last backward computed norms and clipped sums, as a table}; empty before the first one."""

@@ -5,6 +5,7 @@ A stepper owns the model, the optimizer and the loss scaler of a run and takes o
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from gramian.curvature import KFACNaturalGradient
 from gramian.data import StepBatch
+from gramian.optim.kfac_optimizer import KFAC
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.train.loop.deferred_metrics import StepOutcome
@@ -23,6 +25,8 @@ from gramian.train.loop.objective import IGNORED
 from gramian.train.loop.precision import Precision
 
 Event = dict[str, Any]
+TRUST_REGION = ("trust_region",)
+"""Name of the value that a step along natural gradients reports: the factor, at most 1, of its trust region."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,27 @@ class Stepper:
 
     def metrics(self, outcome: StepOutcome) -> dict[str, Any]:
         """Metrics of a step for `metrics.jsonl` in addition to loss and gradient norm, {name: value}."""
-        return {}
+        return {name: outcome.extra[name] for name in TRUST_REGION if name in outcome.extra}
+
+    def _trust_region(self, like: Tensor) -> Tensor:
+        """[1], or [] without natural gradients: the factor of the last step's trust region, NaN where there was no step.
+
+        In the dtype and on the device of `like`; nothing waits for it.
+        """
+        if TRUST_REGION[0] not in self.extra:
+            return like.new_empty(0)
+        assert self.kfac is not None
+        scale, self.kfac.state.trust_region = self.kfac.state.trust_region, None
+        return like.new_full((1,), math.nan) if scale is None else scale.to(like)[None]
+
+    def curvature_record(self) -> dict[str, Any] | None:
+        """`KFACNaturalGradient.record` with the damping that steps use; None before the first refresh, or without curvature.
+
+        Of all processes together.
+        """
+        if self.kfac is None or not self.kfac.refreshes:
+            return None
+        return self.optimizer.record() if isinstance(self.optimizer, KFAC) else self.kfac.record()
 
     def plans(self) -> dict[str, Any]:
         """Plans that are known only after the first step, {name: `PlanTable.facts()`}; none without privacy."""

@@ -198,6 +198,7 @@ class Trainer:
         attempt = StepAttempt(
             progress.attempt, progress.step, batch.position, rate, taken.stepped, scale, progress.repeating
         )
+        self.log.refreshed(attempt)
         self.deferred.add(attempt, taken.values)
         self.progress = progress.after(batch.position, taken.stepped)
 

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 
+from gramian.curvature.persist.refresh_summary import refresh_summary
 from gramian.data import StarvationMeter
 from gramian.integrations.trackers import Tracker, open_trackers
 from gramian.models.gpt import GPT
 from gramian.train.build.run_parts import Parts
-from gramian.train.loop.deferred_metrics import StepOutcome
+from gramian.train.loop.deferred_metrics import StepAttempt, StepOutcome
 from gramian.train.loop.objective import Measured
+from gramian.train.loop.stepper import TRUST_REGION
 from gramian.train.state.run_folder import JsonLines
 from gramian.train.state.run_progress import RunProgress
 from gramian.train.state.run_record import Record
@@ -75,6 +77,8 @@ class RunLog:
         """Whether each of the last gradients was clipped."""
         self.observed: dict[int, dict[str, Any]] = {}
         """{attempt: further numbers of its step}, until its line is written."""
+        self.curvature: dict[str, Any] | None = None
+        """The last refresh of K-FAC's factors whose step was logged (`refresh_summary`); None before the first one."""
         self._advised: str | None = None
         self._planned = False
         self._trackers: list[Tracker] = []
@@ -132,7 +136,12 @@ class RunLog:
         limit = config.optimizer.max_norm
         self.clipped.append(bool(limit) and outcome.grad_norm > limit and config.privacy is None)
         observed = self.observed.pop(attempt.number, {})
-        if not self._writes or (attempt.step + 1) % config.run.log_every:
+        self.curvature = observed.get("kfac", self.curvature)
+        if not self._writes:
+            return
+        if (attempt.step + 1) % config.run.log_every:
+            if "kfac" in observed:
+                self._write_refresh(outcome, observed)
             return
         line: dict[str, Any] = {
             "step": attempt.step + 1,
@@ -150,10 +159,30 @@ class RunLog:
         }
         if config.privacy is not None:
             line["not_covered_by_epsilon"] = [name for name in NOT_COVERED if name in line]
-        self._write({**line, "time": self._time()})
+        seconds = line.pop("refresh_seconds", None)
+        self._write({**line, "time": self._time() | ({} if seconds is None else {"refresh_seconds": seconds})})
         if not self._planned and (plans := self._parts.stepper.plans()):
             self.event({"event": "plans", "plans": plans})
         self._planned = True
+
+    def refreshed(self, attempt: StepAttempt) -> None:
+        """Note λ, κ, tokens and clips of every layer if the step has refreshed K-FAC's factors; of all processes together.
+
+        In all other steps nothing is read from the device.
+        """
+        kfac = self._parts.stepper.kfac
+        if kfac is None or kfac.state.last_refresh != kfac.steps - 1 or attempt.repeated:
+            return
+        record = self._parts.stepper.curvature_record()
+        assert record is not None
+        facts = {"kfac": refresh_summary(record), "refresh_seconds": record["seconds"]["build"]}
+        self.observed[attempt.number] = {**self.observed.get(attempt.number, {}), **facts}
+
+    def _write_refresh(self, outcome: StepOutcome, observed: Mapping[str, Any]) -> None:
+        """Write a line about the refresh of a step that is not logged otherwise."""
+        line: dict[str, Any] = {"step": outcome.attempt.step + 1, "attempt": outcome.attempt.number}
+        line |= {name: outcome.extra[name] for name in TRUST_REGION if name in outcome.extra}
+        self._write({**line, "kfac": observed["kfac"], "time": {"refresh_seconds": observed["refresh_seconds"]}})
 
     def evaluation(self, measured: Measured, more: Mapping[str, Any], seconds: float) -> None:
         """Write a validation loss, the further numbers `more`, and the seconds that the evaluation took to `metrics.jsonl`."""

@@ -14,6 +14,7 @@ import torch
 
 from gramian.core.durable_files import replace_text
 from gramian.core.version import VERSION
+from gramian.optim.precondition import KL_CLIP
 from gramian.train.build.run_parts import Parts
 
 FORMAT = 1
@@ -30,12 +31,15 @@ class Record:
 
     def __init__(self, folder: Path, parts: Parts) -> None:
         self._path, self._parts = folder / "record.json", parts
-        self.not_valid = self._earlier()
+        self._before = self._earlier()
+        self.not_valid = self._earlier_reasons()
         """Reasons why the reported ε does not hold for this run; empty if none is known."""
         if parts.config.privacy is not None and parts.config.privacy.decisions == "raw":
             self.mark_not_valid(RAW)
         self._written: Any = ()
-        self._curvature: dict[str, Any] | None = None
+        before = self._before.get("kfac")
+        self._curvature: dict[str, Any] | None = before if isinstance(before, dict) and "steps" in before else None
+        """K-FAC's facts; of a resumed run at first those that it left, because it has inverted nothing yet."""
 
     def mark_not_valid(self, reason: str) -> None:
         """Add a reason why the reported ε does not hold; the next `update` writes it to record.json."""
@@ -48,15 +52,14 @@ class Record:
         A row proof checks that each row of a layer's tensors depends on one sample only. With `curvature`, of all processes
         together, "kfac" has options, counters and, per layer, λ, κ, tokens and clips (`KFACNaturalGradient.record`).
         """
-        kfac = self._parts.stepper.kfac
-        if curvature and kfac is not None and kfac.refreshes:
-            self._curvature = kfac.record()
+        if curvature:
+            self._curvature = self._parts.stepper.curvature_record() or self._curvature
         privacy, proof, failed = self._parts.stepper.privacy_record(), {}, None
         if privacy is not None:
             proof = privacy.pop("proof")
             if (failed := proof["releases not covered"]) is not None:
                 self.mark_not_valid(f"releases from {failed[0]} up to {failed[1]}: a repeated row proof failed")
-        known = (proof, [*self.not_valid], self._curvature and self._curvature["refreshes"])
+        known = (proof, [*self.not_valid], self._curvature and self._curvature["steps"])
         if known == self._written or not (failed or self._parts.grid.rank == 0):
             return
         record = _facts_of_run(self._parts)
@@ -70,16 +73,27 @@ class Record:
                 "proof": {**proof, "not_covered_by_epsilon": ["samples", "runs"]},
             }
         if self._curvature is not None:
-            record["kfac"] = self._curvature
+            options = self._parts.config.kfac
+            natural = options is not None and self._parts.config.optimizer.kind != "kfac"
+            record["kfac"] = {
+                **self._curvature,
+                "kl_clip": (options.kl_clip or KL_CLIP) if natural and options else None,
+            }
         replace_text(self._path, json.dumps(record, indent=2) + "\n")
         self._written = known
 
-    def _earlier(self) -> list[str]:
-        """Reasons why ε does not hold that record.json had before this run was resumed."""
+    def _earlier(self) -> dict[str, Any]:
+        """The content of record.json before this run was resumed; empty without one of the same config."""
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             before = json.loads(self._path.read_text(encoding="utf-8"))
             if before["config_hash"] == self._parts.config.hash:
-                return [str(reason) for reason in before["privacy"]["epsilon_not_valid_because"]]
+                return dict(before)
+        return {}
+
+    def _earlier_reasons(self) -> list[str]:
+        """Reasons why ε does not hold that record.json had before this run was resumed."""
+        with contextlib.suppress(LookupError, TypeError):
+            return [str(reason) for reason in self._before["privacy"]["epsilon_not_valid_because"]]
         return []
 
 

@@ -65,7 +65,8 @@ def overfit(run: ExaminedRun) -> list[Check]:
 
 def _train(run: ExaminedRun, rate: float, may_give_up: bool) -> _Try:
     steps, batch = run.config.doctor.overfit_steps, run.batch(run.config.doctor.overfit_windows)
-    stepper, metrics = run.stepper(run.model(), rate, natural=True), DeferredMetrics()
+    stepper = run.stepper(run.model(), rate, natural=True)
+    metrics = DeferredMetrics(stepper.extra)
     if stepper.kfac is None:
         stepper.max_norm = stepper.max_norm or MAX_NORM
     first = lowest = math.inf
