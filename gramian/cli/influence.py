@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from gramian.influence.corpus import Corpus
-    from gramian.influence.query_index import Query
+    from gramian.influence.open_index import Query
 
 LENGTH = 256
 """Default tokens of a passage of --model."""
@@ -104,7 +104,7 @@ def _build(arguments: argparse.Namespace, console: Console) -> int:
             raise GramianError(f"argument --{name}: is for --model; expected it without CONFIG.toml")
 
     from gramian.core.byte_amounts import format_bytes
-    from gramian.influence.build_index import BuildOptions, build_index
+    from gramian.influence.index_builder import BuildOptions, build_index
 
     with _argument_named():
         options = BuildOptions(
@@ -193,7 +193,7 @@ def _query(arguments: argparse.Namespace, console: Console) -> int:
     from gramian.influence.findings import find
     from gramian.influence.index_folder import IndexFolder
     from gramian.influence.influence_page import page_html
-    from gramian.influence.query_index import Index
+    from gramian.influence.open_index import Index
 
     if arguments.queries is None and arguments.prompt is None and arguments.completion is None:
         raise GramianError("influence query: expected --prompt, --completion or --queries FILE.jsonl")
@@ -217,7 +217,7 @@ def _query(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _queries(arguments: argparse.Namespace, corpus: Corpus) -> Iterator[Query]:
-    from gramian.influence.query_index import Query, continued
+    from gramian.influence.open_index import Query, continued
 
     if arguments.queries is None:
         prompt = arguments.prompt or ""

@@ -7,8 +7,8 @@ passage; an `Index` computes the scores of all passages for several queries at o
 command line of both.
 """
 
-from gramian.influence.build_index import BuildOptions, build_index
 from gramian.influence.corpus import Corpus
-from gramian.influence.query_index import Index, Query, Scores
+from gramian.influence.index_builder import BuildOptions, build_index
+from gramian.influence.open_index import Index, Query, Scores
 
 __all__ = ["BuildOptions", "Corpus", "Index", "Query", "Scores", "build_index"]

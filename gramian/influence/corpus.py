@@ -5,8 +5,10 @@ N passages, T tokens.
 """
 
 import hashlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,8 +21,6 @@ from gramian.data import load_windows
 from gramian.data.tokenizer import load_tokenizer as load_own_tokenizer
 from gramian.data.windows import NOT_COUNTED
 from gramian.influence.index_folder import PASSAGES, IndexFolder
-from gramian.models.goose import Goose
-from gramian.models.gpt import GPT
 from gramian.taps.model.user_names import named_parameters
 from gramian.train.config.config import Config, load_config
 
@@ -60,6 +60,7 @@ class Corpus:
                 raise GramianError(f"{name}: expected integers [passages, tokens], got {list(value.shape)}")
         if self.tokens_NT.shape != self.targets_NT.shape:
             raise GramianError(f"targets_NT: have shape {list(self.targets_NT.shape)}; expected that of tokens_NT")
+        assert self._argument  # found now: a capture replaces the forward
 
     def __len__(self) -> int:
         """Number of passages N."""
@@ -70,13 +71,22 @@ class Corpus:
         """Where the model is."""
         return next(self.model.parameters()).device
 
+    @property
+    def context(self) -> int | None:
+        """Most tokens that the model reads, as its config has it; None: not known."""
+        config = getattr(self.model, "config", None)
+        return getattr(config, "max_position_embeddings", None) or getattr(config, "context", None)
+
     def batch(self, tokens_BT: Tensor, targets_BT: Tensor) -> Batch:
         """Tokens and targets as keyword arguments of the model and "labels", on the model's device."""
-        tokens, labels = tokens_BT.to(self.device), targets_BT.to(self.device)
-        if isinstance(self.model, GPT | Goose):
-            return {"tokens_BT": tokens, "labels": labels}
         more = {"use_cache": False} if hasattr(self.model, "generation_config") else {}
-        return {"input_ids": tokens, **more, "labels": labels}
+        return {self._argument: tokens_BT.to(self.device), **more, "labels": targets_BT.to(self.device)}
+
+    @cached_property
+    def _argument(self) -> str:
+        """Name of the forward's argument for token ids: input_ids, else its first."""
+        names = list(inspect.signature(self.model.forward).parameters)
+        return "input_ids" if "input_ids" in names else names[0]
 
     def passages(self, first: int, count: int) -> Batch:
         """The batch of `count` passages from number `first` on, fewer at the end."""
@@ -111,8 +121,8 @@ def from_folder(path: str, texts: Sequence[str], device: torch.device, length: i
     """
     model, tokenizer = _folder_model(path, device)
     ids, digest = text_ids(tokenizer, texts, ends=True)
-    limit = min(length, getattr(model.config, "max_position_embeddings", None) or length)
-    cut = causal_windows(ids, limit)
+    limit = getattr(model.config, "max_position_embeddings", None) or length
+    cut = causal_windows(ids, min(length, limit))
     windows_NS = cut[torch.from_numpy(evenly_spaced(len(cut), passages or len(cut)))]
     facts = {"model": path, "text": list(texts), "digest": digest, "passages_in_all": len(cut)}
     return Corpus(model, windows_NS[:, :-1], windows_NS[:, 1:], *_folder_coding(tokenizer), facts)

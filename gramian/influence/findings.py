@@ -7,9 +7,9 @@ so that the order and every number shown are exact whatever the compression.
 from typing import Any
 
 from gramian.data.windows import NOT_COUNTED
-from gramian.influence.build_index import Progress
 from gramian.influence.corpus import Corpus
-from gramian.influence.query_index import Asked, Parts, Scores
+from gramian.influence.index_builder import Progress
+from gramian.influence.open_index import Asked, Parts, Scores
 
 CANDIDATES = 4
 """Candidates for each passage that is shown, where they come from compressed gradients."""

@@ -24,8 +24,8 @@ from gramian.curvature.estimate.labelled_batch import logits_of
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.uses.influence import Influence
 from gramian.data.windows import NOT_COUNTED
-from gramian.influence.build_index import BuildOptions, Progress, counted_parameters, sketch_of
 from gramian.influence.corpus import Corpus
+from gramian.influence.index_builder import BuildOptions, Progress, counted_parameters, sketch_of
 from gramian.influence.index_folder import FACTORS, PASSAGES, IndexFolder, shard_name
 from gramian.influence.passage_loss import nats_of, passage_losses
 from gramian.influence.relative_damping import set_relative_damping
@@ -211,6 +211,8 @@ def query_gradient(corpus: Corpus, query: Query) -> tuple[dict[str, Tensor], flo
     ids = prompt + completion
     if not completion or len(ids) < 2:
         raise GramianError(f"completion: {query.completion!r} has too few tokens; expected some after the first token")
+    if corpus.context is not None and len(ids) - 1 > corpus.context:
+        raise GramianError(f"prompt: with its completion {len(ids)} tokens; expected at most {corpus.context + 1}")
     scored = max(len(prompt), 1)
     tokens = torch.tensor([ids[:-1]])
     targets = torch.tensor([[NOT_COUNTED] * (scored - 1) + ids[scored:]])
@@ -224,12 +226,12 @@ def query_gradient(corpus: Corpus, query: Query) -> tuple[dict[str, Tensor], flo
 
 @torch.no_grad()
 def continued(corpus: Corpus, prompt: str, length: int = 20) -> str:
-    """The model's own likeliest continuation of a prompt, `length` tokens, token by token."""
+    """The model's own likeliest continuation of a prompt, token by token: `length` tokens, fewer if its context ends."""
     ids = list(corpus.encode(prompt))
     if not ids:
         raise GramianError("prompt: is empty; expected some text, or a completion")
     begin = len(ids)
-    for _ in range(length):
+    while len(ids) < begin + length and (corpus.context is None or len(ids) <= corpus.context):
         batch = corpus.batch(torch.tensor([ids]), torch.tensor([ids]))
         logits_BTV = logits_of(corpus.model(**{name: value for name, value in batch.items() if name != "labels"}))
         ids.append(int(logits_BTV[0, -1].argmax()))
