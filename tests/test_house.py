@@ -10,7 +10,7 @@ import gramian
 PACKAGE = Path(gramian.__file__).parent
 ROOMS = (
     "core", "plan", "kernels", "linalg", "parallel", "oracles", "models", "data", "taps", "statistics", "curvature", "optim",
-    "privacy", "distill", "integrations", "train", "analysis", "report", "verify", "cli",
+    "privacy", "distill", "integrations", "train", "analysis", "report", "influence", "verify", "cli",
 )  # fmt: skip
 """A room imports rooms to its left; `gramian/__init__.py` and `__main__.py` stand after all of them."""
 MOST_FILES, MOST_LINES, MOST_PACKAGE_LINES = 16, 400, 68_600

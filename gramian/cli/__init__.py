@@ -24,7 +24,7 @@ COMMANDS = {
     "eval": ("eval", "perplexity of a run's model, or a text by it"),
     "export": ("export", "write a run's best model as a folder that other programs load"),
     "report": ("report", "one page of curves and tables from the folders of runs"),
-    "curvature": ("curvature", "capacity metrics and spectra of a model's curvature, layer by layer"),
+    "curvature": ("curvature.curvature", "capacity metrics and spectra of a model's curvature, layer by layer"),
     "influence": ("influence", "which passages of its training text made a model say this"),
     "plan": ("plan", "whether a run fits into memory, and how it is spread over GPUs"),
     "verify": ("verify", "prove on this machine that the library computes what it promises"),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from gramian.influence.corpus import Corpus
+    from gramian.influence.corpus import PassageCorpus
     from gramian.influence.open_index import Query
 
 LENGTH = 256
@@ -128,7 +128,7 @@ def _build(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _corpus(arguments: argparse.Namespace) -> Corpus:
+def _corpus(arguments: argparse.Namespace) -> PassageCorpus:
     from gramian.influence.corpus import from_config, from_folder
 
     device = _device(arguments.device)
@@ -216,7 +216,7 @@ def _query(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _queries(arguments: argparse.Namespace, corpus: Corpus) -> Iterator[Query]:
+def _queries(arguments: argparse.Namespace, corpus: PassageCorpus) -> Iterator[Query]:
     from gramian.influence.open_index import Query, continued
 
     if arguments.queries is None:

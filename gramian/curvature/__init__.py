@@ -12,7 +12,7 @@ from gramian.curvature.operators.shifted import ShiftedOperator
 from gramian.curvature.uses.averaging import Average, diagonal_average, fisher_average
 from gramian.curvature.uses.ewc import EWCPenalty
 from gramian.curvature.uses.importance import TokenImportance, parameter_importance, token_importance
-from gramian.curvature.uses.influence import Influence, influence_scores
+from gramian.curvature.uses.influence_scores import Influence, influence_scores
 from gramian.curvature.uses.laplace import Laplace, LogMarginal
 from gramian.curvature.uses.overlap import Overlap, fisher_overlap, gradient_conflict, subspace_overlap
 from gramian.linalg import (

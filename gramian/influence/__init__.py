@@ -7,8 +7,8 @@ passage; an `Index` computes the scores of all passages for several queries at o
 command line of both.
 """
 
-from gramian.influence.corpus import Corpus
+from gramian.influence.corpus import PassageCorpus
 from gramian.influence.index_builder import BuildOptions, build_index
 from gramian.influence.open_index import Index, Query, Scores
 
-__all__ = ["BuildOptions", "Corpus", "Index", "Query", "Scores", "build_index"]
+__all__ = ["BuildOptions", "PassageCorpus", "Index", "Query", "Scores", "build_index"]

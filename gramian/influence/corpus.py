@@ -30,11 +30,11 @@ Encode = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Corpus:
+class PassageCorpus:
     """A causal language model in evaluation mode, and the passages whose influence is asked for.
 
     ```python
-    corpus = Corpus(model, tokens_NT, targets_NT, decode=tokenizer.decode, encode=tokenizer.encode)
+    corpus = PassageCorpus(model, tokens_NT, targets_NT, decode=tokenizer.decode, encode=tokenizer.encode)
     ```
 
     Attributes:
@@ -114,7 +114,9 @@ def _hash(tensors: Any) -> str:
     return found.hexdigest()
 
 
-def from_folder(path: str, texts: Sequence[str], device: torch.device, length: int, passages: int | None) -> Corpus:
+def from_folder(
+    path: str, texts: Sequence[str], device: torch.device, length: int, passages: int | None
+) -> PassageCorpus:
     """The corpus of a Hugging Face model folder and text files; `passages`: how many, evenly spaced; None: all.
 
     A GramianError names the argument or the file that does not fit. Nothing is downloaded, no code of the folder is run.
@@ -125,10 +127,10 @@ def from_folder(path: str, texts: Sequence[str], device: torch.device, length: i
     cut = causal_windows(ids, min(length, limit))
     windows_NS = cut[torch.from_numpy(evenly_spaced(len(cut), passages or len(cut)))]
     facts = {"model": path, "text": list(texts), "digest": digest, "passages_in_all": len(cut)}
-    return Corpus(model, windows_NS[:, :-1], windows_NS[:, 1:], *_folder_coding(tokenizer), facts)
+    return PassageCorpus(model, windows_NS[:, :-1], windows_NS[:, 1:], *_folder_coding(tokenizer), facts)
 
 
-def from_config(path: str, overrides: Sequence[str], device: torch.device, passages: int | None) -> Corpus:
+def from_config(path: str, overrides: Sequence[str], device: torch.device, passages: int | None) -> PassageCorpus:
     """The corpus of a training config: its run's model (fresh weights without a run), and windows of its training data.
 
     Refused under [privacy]: scores would show what training samples are. `passages`: how many windows, evenly spaced; None:
@@ -149,10 +151,10 @@ def from_config(path: str, overrides: Sequence[str], device: torch.device, passa
         "digest": training.digest,
         "passages_in_all": len(training),
     }
-    return Corpus(model, rows["tokens"], rows["targets"], *coding, facts)
+    return PassageCorpus(model, rows["tokens"], rows["targets"], *coding, facts)
 
 
-def from_index(folder: IndexFolder, device: torch.device) -> Corpus:
+def from_index(folder: IndexFolder, device: torch.device) -> PassageCorpus:
     """The corpus of an index: its passages from the index, its model from where the build had it; text files are not read."""
     stored, facts = folder.read_tensors(PASSAGES), folder.facts["corpus"]
     tokens_NT, targets_NT = stored["tokens"].long(), stored["targets"].long()
@@ -160,9 +162,9 @@ def from_index(folder: IndexFolder, device: torch.device) -> Corpus:
         config = load_config(facts["config"], facts["overrides"])
         training, _ = load_windows(config.data)
         model, coding, _ = _config_model(config, training.vocabulary, device)
-        return Corpus(model, tokens_NT, targets_NT, *coding, facts)
+        return PassageCorpus(model, tokens_NT, targets_NT, *coding, facts)
     model, tokenizer = _folder_model(facts["model"], device)
-    return Corpus(model, tokens_NT, targets_NT, *_folder_coding(tokenizer), facts)
+    return PassageCorpus(model, tokens_NT, targets_NT, *_folder_coding(tokenizer), facts)
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ so that the order and every number shown are exact whatever the compression.
 from typing import Any
 
 from gramian.data.windows import NOT_COUNTED
-from gramian.influence.corpus import Corpus
+from gramian.influence.corpus import PassageCorpus
 from gramian.influence.index_builder import Progress
-from gramian.influence.open_index import Asked, Parts, Scores
+from gramian.influence.open_index import Asked, DividedScores, Scores
 
 CANDIDATES = 4
 """Candidates for each passage that is shown, where they come from compressed gradients."""
@@ -19,7 +19,7 @@ MODULES = 6
 
 def find(
     asked: Asked,
-    corpus: Corpus,
+    corpus: PassageCorpus,
     top: int = 10,
     source: str = "auto",
     self_influence: bool = False,
@@ -58,7 +58,7 @@ def find(
     return found, scores
 
 
-def _sides(corpus: Corpus, scores: Scores, parts: Parts, number: int, top: int) -> dict[str, Any]:
+def _sides(corpus: PassageCorpus, scores: Scores, parts: DividedScores, number: int, top: int) -> dict[str, Any]:
     """The passages that made one query likelier, and those that made it less likely, in order."""
     exact = parts.values_QP[number]
     order = [int(column) for column in exact.argsort()]

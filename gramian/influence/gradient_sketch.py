@@ -33,7 +33,7 @@ GradientsByPass = dict[int, Tensor]
 
 
 @dataclass(frozen=True)
-class Sketch:
+class BlockSketch:
     """The projections of one block, and the columns of its part of a compressed gradient."""
 
     spec: Spec
@@ -77,7 +77,7 @@ class GradientSketch:
             share: δ, damping of the whitening relative to the mean eigenvalue.
             seed: seed of the projections.
         """
-        self.sketches: dict[str, Sketch] = {}
+        self.sketches: dict[str, BlockSketch] = {}
         at = 0
         for number, (name, block) in enumerate(blocks.items()):
             k, other = rank_of(block.spec, rank)
@@ -86,7 +86,7 @@ class GradientSketch:
             one = torch.ones(1, 1, dtype=samples_KO.dtype, device=samples_KO.device)
             samples_LM, queries_LM = (one, one) if block.A is None else _both(block.A, other, share, generator)
             columns = slice(at, at + k * other)
-            self.sketches[name] = Sketch(block.spec, columns, samples_KO, samples_LM, queries_KO, queries_LM)
+            self.sketches[name] = BlockSketch(block.spec, columns, samples_KO, samples_LM, queries_KO, queries_LM)
             at = columns.stop
         self.columns = at
         """Number of entries of a compressed gradient."""

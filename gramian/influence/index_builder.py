@@ -19,7 +19,7 @@ from gramian.core.byte_amounts import format_bytes, parse_bytes
 from gramian.core.durable_files import FileRecord
 from gramian.core.errors import GramianError
 from gramian.curvature.kfac import KFACNaturalGradient
-from gramian.influence.corpus import Corpus
+from gramian.influence.corpus import PassageCorpus
 from gramian.influence.gradient_sketch import GradientSketch, MatrixGradients, VectorGradients, rank_of
 from gramian.influence.index_folder import FACTORS, PASSAGES, IndexFolder, shard_name
 from gramian.influence.passage_loss import passage_losses
@@ -80,7 +80,7 @@ class BuildOptions:
 
 
 def build_index(
-    corpus: Corpus, out: str | Path, options: BuildOptions | None = None, progress: Progress | None = None
+    corpus: PassageCorpus, out: str | Path, options: BuildOptions | None = None, progress: Progress | None = None
 ) -> IndexFolder:
     """Build the influence index of a corpus in a folder, or go on with one that was interrupted.
 
@@ -134,7 +134,9 @@ def counted_parameters(model: nn.Module, patterns: tuple[str, ...]) -> Iterator[
             p.requires_grad_(True)
 
 
-def _factors(corpus: Corpus, folder: IndexFolder, options: BuildOptions, report: Progress) -> KFACNaturalGradient:
+def _factors(
+    corpus: PassageCorpus, folder: IndexFolder, options: BuildOptions, report: Progress
+) -> KFACNaturalGradient:
     """Load the factors of an index, or fit them to all passages and write them; damped relative to each block's mean."""
     kfac = options.kfac(next(corpus.model.parameters()).dtype)
     if folder.has(FACTORS):
@@ -159,7 +161,7 @@ def _factors(corpus: Corpus, folder: IndexFolder, options: BuildOptions, report:
 class _Batches:
     """The passages as batches, read anew for every pass."""
 
-    def __init__(self, corpus: Corpus, size: int) -> None:
+    def __init__(self, corpus: PassageCorpus, size: int) -> None:
         self._corpus, self._size = corpus, size
 
     def __len__(self) -> int:
@@ -173,7 +175,7 @@ class _Batches:
 
 
 def _gradients(
-    corpus: Corpus, folder: IndexFolder, kfac: KFACNaturalGradient, options: BuildOptions, report: Progress
+    corpus: PassageCorpus, folder: IndexFolder, kfac: KFACNaturalGradient, options: BuildOptions, report: Progress
 ) -> None:
     """Compress and write the gradients of all shards that are not complete on disk."""
     rank = sketch_rank(kfac, options, len(corpus))
@@ -215,7 +217,7 @@ def sketch_of(kfac: KFACNaturalGradient, rank: int, options: BuildOptions) -> Gr
     return GradientSketch(kfac.kfac_factors, rank, options.damping, options.seed)
 
 
-def compressed(corpus: Corpus, sketch: GradientSketch, first: int, count: int, batch: int) -> Tensor:
+def compressed(corpus: PassageCorpus, sketch: GradientSketch, first: int, count: int, batch: int) -> Tensor:
     """Compressed gradients [count, columns] of `count` passages from number `first` on."""
     matrices, vectors = MatrixGradients(sketch), VectorGradients(sketch)
     with Capture(corpus.model, matrices, vectors, loss_reduction="sum") as seen:

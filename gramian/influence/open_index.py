@@ -22,9 +22,9 @@ from gramian.core.errors import GramianError
 from gramian.curvature.blocks.consistency import unique_parameters
 from gramian.curvature.estimate.labelled_batch import logits_of
 from gramian.curvature.kfac import KFACNaturalGradient
-from gramian.curvature.uses.influence import Influence
+from gramian.curvature.uses.influence_scores import Influence
 from gramian.data.windows import NOT_COUNTED
-from gramian.influence.corpus import Corpus
+from gramian.influence.corpus import PassageCorpus
 from gramian.influence.index_builder import BuildOptions, Progress, counted_parameters, sketch_of
 from gramian.influence.index_folder import FACTORS, PASSAGES, IndexFolder, shard_name
 from gramian.influence.passage_loss import nats_of, passage_losses
@@ -56,16 +56,16 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Parts:
+class DividedScores:
     """Exact scores of some passages, divided; Q queries, P passages, T tokens, M modules."""
 
     passages: list[int]
     values_QP: Tensor
     tokens_QPT: Tensor
-    """Parts of the scores by token of the passage; the last place has what no token has alone."""
+    """DividedScores of the scores by token of the passage; the last place has what no token has alone."""
     modules: list[str]
     modules_QPM: Tensor
-    """Parts of the scores by module."""
+    """DividedScores of the scores by module."""
 
 
 class Index:
@@ -77,7 +77,7 @@ class Index:
     ```
     """
 
-    def __init__(self, corpus: Corpus, path: str | Path) -> None:
+    def __init__(self, corpus: PassageCorpus, path: str | Path) -> None:
         """Open the index of a folder; a GramianError if it is not complete, damaged, or of another model or text.
 
         Reads every weight and every file of the index but the gradients once.
@@ -129,7 +129,7 @@ class Asked:
         values, *more = self._captured([self._influence, *own], range(len(self._index.corpus)), report)
         return Scores(values.mT.cpu().contiguous(), source, more[0].cpu() if more else None)
 
-    def parts(self, passages: Sequence[int], progress: Progress | None = None) -> Parts:
+    def parts(self, passages: Sequence[int], progress: Progress | None = None) -> DividedScores:
         """Exact scores of some passages, by token and by module, from one forward and backward of them."""
         report = progress or (lambda stage, done, total: None)
         by_token, by_parameter = self._influence.divided("token"), self._influence.divided("parameter")
@@ -138,7 +138,7 @@ class Asked:
         modules = list(dict.fromkeys(names))
         place = torch.tensor([modules.index(name) for name in names], device=parameters_PQM.device)
         summed = parameters_PQM.new_zeros(*parameters_PQM.shape[:2], len(modules)).index_add_(2, place, parameters_PQM)
-        return Parts(
+        return DividedScores(
             list(passages),
             tokens_PQT.sum(2).mT.cpu().contiguous(),
             tokens_PQT.transpose(0, 1).cpu(),
@@ -184,7 +184,7 @@ def options_of(folder: IndexFolder) -> BuildOptions:
     return BuildOptions(**{**given, "only": tuple(given["only"])})
 
 
-def refuse_other_corpus(folder: IndexFolder, corpus: Corpus) -> None:
+def refuse_other_corpus(folder: IndexFolder, corpus: PassageCorpus) -> None:
     """Raise a GramianError unless model and passages are those of the index, by their hashes."""
     folder.require(PASSAGES)
     for name, value in corpus.digest().items():
@@ -194,7 +194,7 @@ def refuse_other_corpus(folder: IndexFolder, corpus: Corpus) -> None:
             )
 
 
-def factors_of(folder: IndexFolder, corpus: Corpus, options: BuildOptions) -> KFACNaturalGradient:
+def factors_of(folder: IndexFolder, corpus: PassageCorpus, options: BuildOptions) -> KFACNaturalGradient:
     """The factors of an index, damped as at its build."""
     kfac = options.kfac(next(corpus.model.parameters()).dtype)
     kfac.load(str(folder.require(FACTORS)), corpus.model)
@@ -202,7 +202,7 @@ def factors_of(folder: IndexFolder, corpus: Corpus, options: BuildOptions) -> KF
     return kfac
 
 
-def query_gradient(corpus: Corpus, query: Query) -> tuple[dict[str, Tensor], float]:
+def query_gradient(corpus: PassageCorpus, query: Query) -> tuple[dict[str, Tensor], float]:
     """Gradient of −log p(completion | prompt), {parameter: tensor}, and its value in nats."""
     prompt, completion = (
         list(corpus.encode(query.prompt)) if query.prompt else [],
@@ -225,7 +225,7 @@ def query_gradient(corpus: Corpus, query: Query) -> tuple[dict[str, Tensor], flo
 
 
 @torch.no_grad()
-def continued(corpus: Corpus, prompt: str, length: int = 20) -> str:
+def continued(corpus: PassageCorpus, prompt: str, length: int = 20) -> str:
     """The model's own likeliest continuation of a prompt, token by token: `length` tokens, fewer if its context ends."""
     ids = list(corpus.encode(prompt))
     if not ids:
@@ -238,7 +238,7 @@ def continued(corpus: Corpus, prompt: str, length: int = 20) -> str:
     return corpus.decode(ids[begin:])
 
 
-def _trained(corpus: Corpus) -> list[tuple[str, torch.nn.Parameter]]:
+def _trained(corpus: PassageCorpus) -> list[tuple[str, torch.nn.Parameter]]:
     return [(name, p) for name, p in unique_parameters(corpus.model) if p.requires_grad]
 
 

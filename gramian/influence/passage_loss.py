@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from gramian.curvature.estimate.labelled_batch import logits_of
 from gramian.data.windows import NOT_COUNTED
-from gramian.influence.corpus import Batch, Corpus
+from gramian.influence.corpus import Batch, PassageCorpus
 
 
 def nats_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -16,10 +16,11 @@ def nats_of(model: nn.Module, batch: Batch) -> Tensor:
     labels_BT = batch["labels"]
     logits_BTV = logits_of(model(**{name: value for name, value in batch.items() if name != "labels"}))
     logits_BTV = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
-    return F.cross_entropy(logits_BTV.mT, labels_BT, ignore_index=NOT_COUNTED, reduction="none").sum(1)
+    nats = F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten(), ignore_index=NOT_COUNTED, reduction="none")
+    return nats.view_as(labels_BT).sum(1)
 
 
-def passage_losses(corpus: Corpus, first: int, count: int, batch: int) -> Iterator[Tensor]:
+def passage_losses(corpus: PassageCorpus, first: int, count: int, batch: int) -> Iterator[Tensor]:
     """Run forward and backward of the summed loss of passages, a batch at a time; yields the nats [B] of each batch.
 
     Gradients are for a capture around it: `p.grad` is None afterwards.

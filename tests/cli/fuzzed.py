@@ -69,7 +69,7 @@ SLOW = {("run", "steps"), ("doctor", "overfit_steps"), ("doctor", "overfit_windo
 """Fields of which a large value is a long run and no mistake."""
 SLOW_OPTIONS = {
     "--tokens", "--windows", "--probes", "--steps", "--eigenvalues", "--iterations", "--seq-lengths", "--batch-size",
-    "--layers", "--width", "--vocabulary", "--length", "--batch",
+    "--layers", "--width", "--vocabulary", "--length", "--batch", "--passages",
 }  # fmt: skip
 TEXTS = (
     "", " ", "x", "ü…", "a b", "\t", "\x1b[31m", "0x", "None", "nan", "[", "a" * 5000, "日本", "'", '"', "a=b", "-1",
@@ -164,6 +164,14 @@ def _curvature(draw: random.Random) -> Draft:
     return Draft("curvature", _tables(draw, "plain", "goose", "kfac", "optimizer"), [CONFIG], options)
 
 
+def _influence(draw: random.Random) -> Draft:
+    options = {"--passages": ["3"], "--factors": ["kfac"], "--device": ["cpu"], "--out": ["new/index"]}
+    more = {"--seed": ["3"], "--batch": ["2"], "--fisher": ["empirical"], "--damping": ["0.2"], "--gradients": ["1MB"]}
+    for name in draw.sample(sorted(more), 2):
+        options[name] = more[name]
+    return Draft("influence", _tables(draw, "plain"), ["build", CONFIG], options)
+
+
 def _plan(draw: random.Random) -> Draft:
     draft = _with_config("plan")(draw)
     options = {"--gpus": ["2"], "--gpu-memory": ["80"], "--gpus-per-host": ["2"], "--host-memory": ["64"]}
@@ -197,6 +205,7 @@ DRAFTS: dict[str, Callable[[random.Random], Draft]] = {
     "export": lambda draw: Draft("export", None, ["w/run", "new/out"], draw.choice([{}, {"--dtype": ["bf16"]}])),
     "report": lambda draw: Draft("report", None, ["w/run"] * draw.randint(1, 2), {"--out": ["new.html"]}),
     "curvature": _curvature,
+    "influence": _influence,
     "plan": _plan,
     "verify": _verify,
     "profile": _profile,

@@ -10,7 +10,8 @@ import torch
 
 from gramian.analysis import Settings, Subject, measure
 from gramian.analysis.plots import available
-from gramian.cli import curvature, main
+from gramian.cli import main
+from gramian.cli.curvature import curvature
 from gramian.cli.terminal import make_console
 from gramian.core.byte_amounts import format_bytes
 from gramian.parallel.process_grid import ProcessGrid
@@ -258,8 +259,6 @@ def test_a_model_of_the_other_kind_is_refused(
         (["CONFIG", "--memory-budget", "2 parsecs"], "argument --memory-budget: expected bytes, such as 8000000000"),
         (["CONFIG", "--memory-budget", "0"], "argument --memory-budget: '0'; expected more than 0 bytes"),
         (["CONFIG", "--memory-budget", "1KB"], "argument --memory-budget: "),
-        (["CONFIG", "--memory-budget", "1GB", "--ekfac"], "argument --memory-budget: ekfac=True keeps every token"),
-        (["CONFIG", "kfac.memory_budget=1GB", "--ekfac"], "kfac.memory_budget: --ekfac keeps every token"),
         (["CONFIG", "--probes", "1"], "argument --probes: 1; expected 0, or at least 2"),
         (["CONFIG", "model.width=x"], "model.width: expected int"),
         (["missing.toml"], "missing.toml"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gramian
-from gramian.curvature.estimate.fisher_labels import draw_labels
+from gramian.curvature.estimate.likelihood import Softmax
 from gramian.oracles import single_sample
 from tests.curvature.problems import IGNORE, PROBLEMS, Problem, assert_close, cross_entropy, kfac, logits_of, normal
 from tests.curvature.test_ekfac import JOINT, assert_same, expected, kronecker, vectors
@@ -75,7 +75,7 @@ def test_every_block_is_the_diagonal_of_the_fisher_in_the_eigenbasis(name: str, 
     targets = [p.targets]
     if fisher_type == "mc":
         logits, ids = logits_of(p.model(), p.inputs), torch.arange(len(p.inputs))
-        targets = [draw_labels(logits, found.state.seeds[0], ids, draw) for draw in range(2)]
+        targets = [Softmax().draw(logits, found.state.seeds[0], ids, draw) for draw in range(2)]
     for layer, fisher in oracle(p, found, targets).items():
         block = kronecker(found)[layer]
         v = vectors(block)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import gramian
 from gramian.curvature import Influence, influence_scores
-from gramian.curvature.uses.influence import products
+from gramian.curvature.uses.influence_scores import products
 from gramian.oracles import single_sample
 from gramian.taps.gradients import Outer
 from tests.curvature.problems import TOLERANCE, assert_close, kfac, normal
@@ -135,7 +135,7 @@ def test_products_with_directions_are_those_of_the_loop_in_every_kind_of_layer(n
     p = problem(name, 4)
     model = p.model()
     influence = Influence.__new__(Influence)
-    influence.single, influence.queries = False, queries
+    influence.single, influence.queries, influence.by = False, queries, "sample"
     influence.directions = {
         key: normal(queries, *g.shape[1:], seed=i).to(g) for i, (key, g) in enumerate(p.gradients.items())
     }

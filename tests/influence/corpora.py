@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gramian.influence import BuildOptions, Corpus, Index, build_index
+from gramian.influence import BuildOptions, Index, PassageCorpus, build_index
 from gramian.oracles import single_sample
 from tests.curvature.problems import seeded
 from tests.curvature.small import WORDS, Net
@@ -16,13 +16,13 @@ from tests.curvature.uses import flat, names_of, written_out
 PASSAGES, LENGTH = 7, 5
 
 
-def corpus(seed: int = 3, tied: bool = False) -> Corpus:
+def corpus(seed: int = 3, tied: bool = False) -> PassageCorpus:
     """Seven passages of five numbers, and the float64 network that reads them."""
     model = seeded(lambda: Net(tied)).eval()
     ids = torch.randint(WORDS, (PASSAGES, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
     targets = ids[:, 1:].clone()
     targets[2, 3:] = -100
-    return Corpus(
+    return PassageCorpus(
         model,
         ids[:, :-1],
         targets,
@@ -31,7 +31,7 @@ def corpus(seed: int = 3, tied: bool = False) -> Corpus:
     )
 
 
-def built(folder: Path, found: Corpus | None = None, **options: Any) -> Index:
+def built(folder: Path, found: PassageCorpus | None = None, **options: Any) -> Index:
     """The index of a corpus."""
     found = found or corpus()
     build_index(found, folder, BuildOptions(**{"batch": 3, **options}))
@@ -43,7 +43,7 @@ def nats(model: torch.nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-100, reduction="sum")
 
 
-def gradients(found: Corpus, x_BT: Tensor, y_BT: Tensor) -> Tensor:
+def gradients(found: PassageCorpus, x_BT: Tensor, y_BT: Tensor) -> Tensor:
     """[B, P], by a loop of single-sample backwards."""
     loop = single_sample.per_sample_gradients(found.model, nats, (x_BT, y_BT))
     return torch.cat([loop[name].flatten(1) for name in names_of(found.model)], dim=1)

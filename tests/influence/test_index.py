@@ -9,7 +9,7 @@ from torch import Tensor
 
 import gramian
 from gramian.core.errors import GramianError
-from gramian.influence import BuildOptions, Corpus, Index, Query, build_index, index_builder
+from gramian.influence import BuildOptions, Index, PassageCorpus, Query, build_index, index_builder
 from gramian.influence.gradient_sketch import GradientSketch
 from gramian.influence.index_folder import IndexFolder
 from gramian.influence.self_influence import SelfInfluence
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.oracle
 QUERIES = [Query("1 2", "3 4 5"), Query("", "6 7 0")]
 
 
-def query_rows(found: Corpus) -> Tensor:
+def query_rows(found: PassageCorpus) -> Tensor:
     """Gradients of both queries, [Q, P]: the first two numbers of the first are its prompt."""
     rows = [
         gradients(found, torch.tensor([[1, 2, 3, 4]]), torch.tensor([[-100, 3, 4, 5]])),

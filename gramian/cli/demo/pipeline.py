@@ -21,7 +21,7 @@ from gramian.analysis.measure import analyse
 from gramian.analysis.result_file import write_result
 from gramian.analysis.subject import from_config
 from gramian.cli.cache import write_cache
-from gramian.cli.curvature import STAGE_NAMES as CURVATURE_NAMES
+from gramian.cli.curvature.curvature import STAGE_NAMES as CURVATURE_NAMES
 from gramian.cli.demo.demo_plan import DemoPlan, DemoRuns, hashes_of, runs_of
 from gramian.cli.demo.demo_result import Cached, Checked, Curved, DemoRow, Result, Sample, Spent
 from gramian.cli.demo.score import score, work

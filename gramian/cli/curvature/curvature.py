@@ -106,7 +106,7 @@ def _measure(arguments: argparse.Namespace, settings: Settings, config: Config |
     from gramian.analysis.measure import placed
     from gramian.analysis.methods import write_methods
     from gramian.analysis.result_file import FILE, write_result
-    from gramian.cli.curvature_tables import result_tables
+    from gramian.cli.curvature.curvature_tables import result_tables
 
     console = make_console(quiet=grid.rank > 0)
     loaded = _subject(arguments, config, grid)
@@ -218,8 +218,6 @@ def _with_kfac_section(settings: Settings, config: Config, arguments: argparse.N
     if kfac is not None and kfac.kfac_policy is not None and arguments.policy is None:
         settings = replace(settings, policy=kfac.kfac_policy)
     if kfac is not None and kfac.memory_budget is not None and arguments.memory_budget is None:
-        if settings.ekfac:
-            raise GramianError("kfac.memory_budget: --ekfac keeps every token until the end; expected one of the two")
         settings = replace(settings, memory_budget=kfac.memory_budget)
     return settings
 

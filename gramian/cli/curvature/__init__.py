@@ -1,0 +1,1 @@
+"""`gramian curvature`: the command and its tables."""
