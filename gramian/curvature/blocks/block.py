@@ -14,7 +14,7 @@ from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block_specs import Spec
 from gramian.curvature.blocks.damping import Damping
 from gramian.curvature.blocks.eigenvalue_correction import Correction
-from gramian.linalg import WIDEST_DENSE, Clip, Diagonal, DiagonalLowRank, Factor, Spectral
+from gramian.linalg import WIDEST_DENSE, Clip, Dense, Diagonal, DiagonalLowRank, Factor, Spectral
 from gramian.linalg.factors.factor import Decomposable, raised
 from gramian.linalg.factors.factor_transfer import What, prepare_power
 from gramian.linalg.wide import padded
@@ -165,7 +165,9 @@ class Block:
             factor.prepare_solve(value, jitter, torch.promote_types(dtype, self._dtype(p, damping)))
             return
         assert isinstance(factor, Decomposable)
-        if damping.joint and self.A is not None:
+        if self.corrected and isinstance(factor, Dense):
+            factor.eigenbasis()
+        elif damping.joint and self.A is not None:
             factor.eigenpairs(torch.float32 if self._stable(damping) else torch.float64)
         else:
             wide = torch.promote_types(dtype, self._dtype(p, damping))

@@ -29,19 +29,17 @@ class Basis:
 
     @classmethod
     def of(cls, factor: Factor) -> "Basis":
-        """The eigenvectors of a factor as a `Basis`, from its last eigendecomposition, without copying them.
+        """The eigenvectors of a factor as a `Basis`, from its eigendecomposition, without copying them.
 
-        Eigenvectors of a dense factor whose eigenvalue is 0 up to rounding are left out, since they are arbitrary.
+        Eigenvectors of a dense factor whose eigenvalue is 0 up to rounding in float64 are left out, since they are arbitrary.
         """
         if isinstance(factor, Diagonal):
             return cls(factor.dim, None)
         assert isinstance(factor, Dense | LowRank)
-        values = factor.spectrum
-        assert factor._eigen is not None
-        vectors = factor._eigen[1]
         if isinstance(factor, LowRank):
-            return cls(factor.dim, vectors, factor.columns)
-        noise = torch.finfo(vectors.dtype).eps * factor.dim * float(values.max())
+            return cls(factor.dim, factor.eigenpairs()[1], factor.columns)
+        values, vectors = factor.eigenbasis()
+        noise = torch.finfo(torch.float64).eps * factor.dim * float(values.max())
         return cls(factor.dim, vectors[:, int((values <= noise).sum()) :])  # ascending: a view
 
     @property

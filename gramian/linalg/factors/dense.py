@@ -139,6 +139,13 @@ class Dense(Decomposable):
             self._eigen = (values.clamp(min=0), vectors)
         return self._eigen
 
+    def eigenbasis(self) -> tuple[Tensor, Tensor]:
+        """`eigenpairs` computed in float64 and rounded to this factor's dtype, so that small eigenvalues have vectors too."""
+        if self._eigen is None:
+            values, vectors = self.eigenpairs(torch.float64)
+            self._eigen = (values.to(self.dtype), vectors.to(self.dtype))
+        return self._eigen
+
     def _system(self, damping: float, dtype: torch.dtype) -> Tensor:
         """The damped matrix M + λI as a new tensor in `dtype`, λ = `damping`."""
         matrix = self.stored.load(dtype=dtype)
