@@ -181,3 +181,51 @@ def test_what_has_no_score_is_refused_in_one_line() -> None:
     p.model.head.weight.requires_grad_(False)
     with refused("queries:", "head.weight", "expected"), gramian.observe(p.model, influence):
         pass
+
+
+def test_parts_by_token_are_those_of_plain_hooks() -> None:
+    """g_tᵀ D a_t of linear layers, D[x_t] · g_t of the table, (x̂_t ⊙ g_t) · d of the norm, from torch's own hooks."""
+    p = Problem()
+    model, seen = p.model, {}
+    influence = Influence(p.kfac, model, p.queries, by="token")
+    with gramian.observe(model, influence, loss_reduction="sum") as found:
+        loss_of_batch(model, *p.batch).backward()
+    hooks = []
+    for name, module in model.named_children():
+
+        def note(layer: nn.Module, args: Any, output: Tensor, name: str = name) -> None:
+            x = args[0].detach()
+            output.register_hook(lambda g: seen.__setitem__(name, (x, g)))
+
+        hooks.append(module.register_forward_hook(note))
+    loss_of_batch(model, *p.batch).backward()
+    total = torch.zeros(5, 2, 4, dtype=torch.float64)
+    for name, (x, g) in seen.items():
+        module, D = model.get_submodule(name), influence.directions
+        for q in range(2):
+            if isinstance(module, nn.Linear):
+                part = torch.einsum("bto,oi,bti->bt", g, D[f"{name}.weight"][q], x)
+                part = part + g @ D[f"{name}.bias"][q] if module.bias is not None else part
+            elif isinstance(module, nn.Embedding):
+                part = (D[f"{name}.weight"][q][x] * g).sum(2)
+            else:
+                normed = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+                part = (normed * g) @ D["norm.weight"][q] + g @ D["norm.bias"][q]
+            total[:, q] -= part
+    assert_close(found[influence][:, :, :-1], total, 1e-9)
+    assert float(found[influence][:, :, -1].abs().max()) == 0
+    assert_close(found[influence].sum(2), p.expected_BQ, 1e-8)
+
+
+def test_parts_by_parameter_add_up_to_the_score() -> None:
+    p = Problem()
+    with influence_scores(p.kfac, p.model, p.queries, by="parameter", loss_reduction="sum") as scores:
+        loss_of_batch(p.model, *p.batch).backward()
+    assert_close(scores.values.sum(2), p.expected_BQ, 1e-8)
+    place = scores.parameters.index("fc.weight")
+    alone = [{name: g if name.startswith("fc") else torch.zeros_like(g) for name, g in q.items()} for q in p.queries]
+    with influence_scores(p.kfac, p.model, alone, by="parameter", loss_reduction="sum") as fc:
+        loss_of_batch(p.model, *p.batch).backward()
+    assert_close(fc.values[:, :, place], scores.values[:, :, place], 1e-9)
+    with refused("by: 'layer'; expected one of sample, parameter, token"):
+        Influence(p.kfac, p.model, p.queries, by="layer")
