@@ -139,10 +139,13 @@ def test_products_with_directions_are_those_of_the_loop_in_every_kind_of_layer(n
     influence.directions = {
         key: normal(queries, *g.shape[1:], seed=i).to(g) for i, (key, g) in enumerate(p.gradients.items())
     }
-    with gramian.observe(model, influence) as seen:
+    by_token = influence.divided("token")
+    with gramian.observe(model, influence, by_token) as seen:
         p.backward(model, p.batch)
     expected = -sum(g.flatten(1) @ influence.directions[key].flatten(1).mT for key, g in p.gradients.items())
-    assert_close(seen[influence], expected, 1e-6 if p.case.computes_in_float32 else TOLERANCE)
+    tolerance = 1e-6 if p.case.computes_in_float32 else TOLERANCE
+    assert_close(seen[influence], expected, tolerance)
+    assert_close(seen[by_token].sum(2), expected, tolerance)
 
 
 def test_no_gradient_of_a_sample_is_formed_for_one_query(monkeypatch: pytest.MonkeyPatch) -> None:

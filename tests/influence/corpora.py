@@ -16,16 +16,16 @@ from tests.curvature.uses import flat, names_of, written_out
 PASSAGES, LENGTH = 7, 5
 
 
-def corpus(seed: int = 3, tied: bool = False) -> PassageCorpus:
-    """Seven passages of five numbers, and the float64 network that reads them."""
+def corpus(seed: int = 3, tied: bool = False, passages: int = PASSAGES) -> PassageCorpus:
+    """Seven passages of five numbers, and the float64 network that reads them; of one passage all factors are low rank."""
     model = seeded(lambda: Net(tied)).eval()
     ids = torch.randint(WORDS, (PASSAGES, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
     targets = ids[:, 1:].clone()
     targets[2, 3:] = -100
     return PassageCorpus(
         model,
-        ids[:, :-1],
-        targets,
+        ids[:passages, :-1],
+        targets[:passages],
         decode=lambda found: " ".join(str(int(one)) for one in found),
         encode=lambda text: [int(word) for word in text.split()],
     )
