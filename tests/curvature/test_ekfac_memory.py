@@ -110,8 +110,9 @@ def test_the_workspace_of_a_second_pass_is_bounded_and_pieces_change_nothing(sha
     assert sums.complete or float(sums.norm) == pytest.approx(float(y_BOM.square().sum()), rel=1e-10)
 
 
-@pytest.mark.parametrize("exact", [False, True] if FULL else [False])
-@pytest.mark.parametrize("case", [*LARGER] if FULL else ["many tokens"])
+@pytest.mark.full
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("case", LARGER)
 def test_a_fit_stays_within_its_budget(case: str, exact: bool) -> None:
     torch.manual_seed(0)
     model, options = CASES[case].build(), {**EKFAC, "kfac_true_fisher_head": exact, "update_freq": 1}

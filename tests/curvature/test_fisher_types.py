@@ -285,7 +285,7 @@ def test_the_exact_head_is_that_of_curvlinops() -> None:
     assert_tensors({key: mine[key] for key in ("0 A", "2 A", "2 G")}, {k: theirs[k] for k in ("0 A", "2 A", "2 G")})
 
 
-@pytest.mark.parametrize("policy", ["all", "small_only"])
+@pytest.mark.parametrize("policy", [pytest.param("all", marks=pytest.mark.full), "small_only"])
 def test_a_wide_exact_head_is_a_subset_or_a_diagonal(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     model, x, y = net(), normal(4, 2, 7), classes(9, 4, 2)
     G = dense_kfac.softmax_fisher(model(x).detach().flatten(0, 1), 8)

@@ -187,6 +187,7 @@ def spoiled_steps_of(rank: int, size: int, bug: str, told: dict[str, Any], steps
         return steps_of(rank, size, told, steps, kind)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_temperature_that_processes_do_not_share_is_seen(bug: str) -> None:
     told = told_of({"teacher": LEARNED, "data": UNEVEN})

@@ -412,8 +412,9 @@ def test_a_resumed_run_replays_its_releases_or_moves_past_them(tmp_path: Path, r
 # ---- compiled ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["blocks", pytest.param("root", marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", ["gpt", "tied_gpt", "mlp", "padded_embedding"] if FULL else ["mlp"])
+@pytest.mark.full
+@pytest.mark.parametrize("what", ["blocks", "root"])
+@pytest.mark.parametrize("name", ["gpt", "tied_gpt", "mlp", "padded_embedding"])
 @distributed(world_size=2)
 def test_compiled_models(rank: int, name: str, what: str) -> None:
     torch.compiler.reset()

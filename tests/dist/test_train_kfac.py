@@ -217,7 +217,8 @@ def test_fused_sgd_of_shards_is_refused_by_name(tmp_path: Path) -> None:
 # ---- rollback and resume -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_fault_of_one_process_is_rolled_back_by_all(kind: str, tmp_path: Path) -> None:
     """At a step that refreshes: the refresh is dropped, factors go back with the weights, and the curve is that of one."""
     fault = 8

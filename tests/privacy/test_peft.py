@@ -260,7 +260,7 @@ def test_checkpointed_blocks(name: str, storage: str) -> None:
     check(model, tokens(), clipping=storage)
 
 
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_dropout_of_adapters_is_the_one_that_the_forward_drew(dora: bool) -> None:
     # The loop draws other masks: with a clip norm that clips nobody, the sum is the ordinary gradient of the same draw.
     torch.manual_seed(0)

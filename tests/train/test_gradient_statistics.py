@@ -84,7 +84,7 @@ def test_the_run_is_the_same_with_and_without(kind: str, tmp_path: Path) -> None
 
 
 @pytest.mark.xdist_group("processes")
-@pytest.mark.parametrize(("strategy", "micro_batch"), [pytest.param("ddp", 1, marks=pytest.mark.full), ("fsdp2", 0)])
+@pytest.mark.parametrize(("strategy", "micro_batch"), [("ddp", 1), pytest.param("fsdp2", 0, marks=pytest.mark.full)])
 def test_two_processes_measure_what_one_does(strategy: str, micro_batch: int, tmp_path: Path) -> None:
     """Of five windows, one at a time, the second process has two and a row that fills up."""
     told: dict[str, Any] = {

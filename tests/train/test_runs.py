@@ -134,7 +134,7 @@ def test_the_loop_is_what_a_hand_written_one_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "sections", [pytest.param({}, marks=pytest.mark.full), {"privacy": PRIVATE}], ids=["plain", "private"]
+    "sections", [{}, pytest.param({"privacy": PRIVATE}, marks=pytest.mark.full)], ids=["plain", "private"]
 )
 def test_a_profile_is_printed_at_the_end_and_changes_no_number(
     sections: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

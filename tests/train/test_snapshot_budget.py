@@ -116,7 +116,8 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [k if k == "private" else pytest.param(k, marks=pytest.mark.full) for k in RUNS])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", RUNS)
 def test_a_run_holds_the_copies_of_its_plan(kind: str, tmp_path: Path) -> None:
     most, plan = held_by(0, 1, config_of(tmp_path / "run", **RUNS[kind]), "one")
     assert most == pytest.approx(plan.process, rel=TOLERANCE)
@@ -124,7 +125,7 @@ def test_a_run_holds_the_copies_of_its_plan(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.full)])
 def test_processes_hold_the_copies_of_their_plan(kind: str, tmp_path: Path) -> None:
     """Under DDP rank 0 alone writes, so the others hold a copy less; with FSDP2 everyone holds its shards."""
     told = config_of(tmp_path / "run", parallel={"strategy": kind})
