@@ -221,7 +221,8 @@ def _queries(arguments: argparse.Namespace, corpus: PassageCorpus) -> Iterator[Q
 
     if arguments.queries is None:
         prompt = arguments.prompt or ""
-        yield Query(prompt, arguments.completion if arguments.completion is not None else continued(corpus, prompt))
+        said = arguments.completion
+        yield continued(corpus, prompt) if said is None else Query(prompt, said)
         return
     if arguments.prompt is not None or arguments.completion is not None:
         raise GramianError("argument --queries: beside --prompt or --completion; expected one or the other")
@@ -240,7 +241,7 @@ def _queries(arguments: argparse.Namespace, corpus: PassageCorpus) -> Iterator[Q
         except (ValueError, AttributeError, TypeError):
             what = 'expected {"prompt": "…", "completion": "…"}'
             raise GramianError(f"argument --queries: line {number} of {arguments.queries}; {what}") from None
-        yield Query(prompt, completion if completion is not None else continued(corpus, prompt))
+        yield continued(corpus, prompt) if completion is None else Query(prompt, completion)
 
 
 def _write_scores(path: Path, values_QN: torch.Tensor, self_N: torch.Tensor | None) -> None:

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,13 +81,15 @@ class PassageCorpus:
     def batch(self, tokens_BT: Tensor, targets_BT: Tensor) -> Batch:
         """Tokens and targets as keyword arguments of the model and "labels", on the model's device."""
         more = {"use_cache": False} if hasattr(self.model, "generation_config") else {}
-        return {self._argument: tokens_BT.to(self.device), **more, "labels": targets_BT.to(self.device)}
+        tokens, labels = (t.to(self.device, torch.long) for t in (tokens_BT, targets_BT))
+        return {self._argument: tokens, **more, "labels": labels}
 
     @cached_property
     def _argument(self) -> str:
         """Name of the forward's argument for token ids: input_ids, else its first."""
-        names = list(inspect.signature(self.model.forward).parameters)
-        return "input_ids" if "input_ids" in names else names[0]
+        found = list(inspect.signature(self.model.forward).parameters.values())
+        open_ended = found[0].kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        return "input_ids" if open_ended or any(p.name == "input_ids" for p in found) else found[0].name
 
     def passages(self, first: int, count: int) -> Batch:
         """The batch of `count` passages from number `first` on, fewer at the end."""
@@ -99,9 +102,9 @@ class PassageCorpus:
         return self.decode([int(self.tokens_NT[number, 0]), *targets[targets != NOT_COUNTED].tolist()])
 
     def digest(self) -> dict[str, str]:
-        """Hashes of the model's trained weights and of the passages: what an index belongs to. Reads every weight once."""
+        """Hashes of the model's weights and buffers and of the passages: what an index belongs to. Reads every weight once."""
         return {
-            "weights": _hash(p for _, p in named_parameters(self.model)),
+            "weights": _hash([*(p for _, p in named_parameters(self.model)), *self.model.buffers()]),
             "passages": _hash([self.tokens_NT, self.targets_NT]),
         }
 
@@ -126,7 +129,7 @@ def from_folder(
     limit = getattr(model.config, "max_position_embeddings", None) or length
     cut = causal_windows(ids, min(length, limit))
     windows_NS = cut[torch.from_numpy(evenly_spaced(len(cut), passages or len(cut)))]
-    facts = {"model": path, "text": list(texts), "digest": digest, "passages_in_all": len(cut)}
+    facts = {"model": str(Path(path).absolute()), "text": list(texts), "digest": digest, "passages_in_all": len(cut)}
     return PassageCorpus(model, windows_NS[:, :-1], windows_NS[:, 1:], *_folder_coding(tokenizer), facts)
 
 
@@ -145,7 +148,7 @@ def from_config(path: str, overrides: Sequence[str], device: torch.device, passa
     if "documents" in rows:
         raise GramianError("data.isolate: passages of several documents; expected isolate = false")
     facts = {
-        "config": str(path),
+        "config": str(Path(path).absolute()),
         "overrides": list(overrides),
         "weights": weights,
         "digest": training.digest,
@@ -155,7 +158,10 @@ def from_config(path: str, overrides: Sequence[str], device: torch.device, passa
 
 
 def from_index(folder: IndexFolder, device: torch.device) -> PassageCorpus:
-    """The corpus of an index: its passages from the index, its model from where the build had it; text files are not read."""
+    """The corpus of an index: its passages from the index, its model from where the build had it.
+
+    The text is read for its vocabulary with a config, and not at all with a model folder.
+    """
     stored, facts = folder.read_tensors(PASSAGES), folder.facts["corpus"]
     tokens_NT, targets_NT = stored["tokens"].long(), stored["targets"].long()
     if "config" in facts:

@@ -73,6 +73,7 @@ def _sides(corpus: PassageCorpus, scores: Scores, parts: DividedScores, number: 
             **compressed,
             "tokens": [corpus.decode([int(one)]) for one in corpus.tokens_NT[passage]],
             "token_scores": [float(value) for value in parts.tokens_QPT[number, column, :-1]],
+            "other_score": float(parts.tokens_QPT[number, column, -1]),
             "modules": {parts.modules[place]: float(modules[place]) for place in largest},
         }
 

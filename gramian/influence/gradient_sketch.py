@@ -151,8 +151,8 @@ class MatrixGradients(ByPass):
         sums[number][:, sketch.columns] += z_BKL.flatten(1).to(sums[number])
 
     def finish(self, sums: GradientsByPass) -> Tensor:
-        """Compressed gradients of all samples in the order of the passes, [B, columns]."""
-        return torch.cat([sums[number] for number in sorted(sums)])
+        """Compressed gradients of all samples in the order of the passes, [B, columns]; empty without such blocks."""
+        return torch.cat([sums[number] for number in sorted(sums)]) if sums else torch.zeros(0)
 
 
 class VectorGradients(ByPass):

@@ -101,6 +101,7 @@ def build_index(
     """
     options = options or BuildOptions()
     report = progress or (lambda stage, done, total: None)
+    refuse_training_mode(corpus.model)
     with counted_parameters(corpus.model, options.only):
         identity = {**corpus.digest(), "shape": list(corpus.tokens_NT.shape), "options": asdict(options)}
         folder = IndexFolder.begin(out, identity)
@@ -114,6 +115,12 @@ def build_index(
     folder.facts["complete"] = True
     folder.write_facts()
     return folder
+
+
+def refuse_training_mode(model: nn.Module) -> None:
+    """Raise a GramianError for a model in training mode: with dropout, passages and queries would see different models."""
+    if any(module.training for module in model.modules()):
+        raise GramianError("model: is in training mode; expected model.eval()")
 
 
 @contextmanager
@@ -151,7 +158,10 @@ def _factors(
             progress=lambda stage, done: report(stage, done, len(batches)),
         )
         if kfac.dropped:
-            raise GramianError(f"passages: {kfac.dropped[-1]['reason']}; expected a model whose loss is finite on them")
+            why = kfac.dropped[-1]["reason"]
+            raise GramianError(
+                f"passages: {why}; expected targets to predict, and a model whose loss is finite on them"
+            )
         kfac.save(str(folder.path / FACTORS))
         folder.add(FACTORS, FileRecord.of(folder.path / FACTORS))
     folder.facts["damping"] = set_relative_damping(kfac, options.damping)
@@ -223,6 +233,5 @@ def compressed(corpus: PassageCorpus, sketch: GradientSketch, first: int, count:
     with Capture(corpus.model, matrices, vectors, loss_reduction="sum") as seen:
         for _ in passage_losses(corpus, first, count, batch):
             pass
-        found: Tensor = seen[matrices]
-        extra: Tensor = seen[vectors]
-    return found + extra.to(found) if extra.numel() else found
+        parts: list[Tensor] = [part for part in (seen[matrices], seen[vectors]) if part.numel()]
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1].to(parts[0])

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gramian.core.durable_files import FileRecord, replace_text, replacing
+from gramian.core.durable_files import TEMPORARY, FileRecord, replace_text, replacing
 from gramian.core.errors import GramianError
 
 INDEX = "index.json"
@@ -60,7 +60,13 @@ class IndexFolder:
         place = Path(path)
         if (place / INDEX).exists():
             found = cls.open(place, "out")
-            for key, value in json.loads(json.dumps(identity)).items():
+            wanted = json.loads(json.dumps(identity))
+            if FACTORS not in found.facts["files"]:  # nothing that the options have shaped is there yet
+                found.facts |= {"options": wanted["options"]}
+            elif not any(name.startswith("gradients-") for name in found.facts["files"]):
+                found.facts["options"] |= {"gradients": wanted["options"]["gradients"]}
+            found.facts["options"] |= {"batch": wanted["options"]["batch"]}  # any is one pass
+            for key, value in wanted.items():
                 if found.facts.get(key) != value:
                     raise GramianError(
                         f"out: {place} is an index of another {_differing(key, found.facts.get(key), value)}"
@@ -70,7 +76,7 @@ class IndexFolder:
             place.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             raise GramianError(f"out: {place}: {problem.strerror}; expected a folder that can be written") from None
-        if any(place.iterdir()):
+        if any(not file.name.startswith(TEMPORARY) for file in place.iterdir()):
             raise GramianError(f"out: {place} is not empty; expected a new folder, or an index of this model and text")
         folder = cls(place, {"format": FORMAT, **identity, "files": {}, "complete": False})
         folder.write_facts()

@@ -25,7 +25,7 @@ from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.uses.influence_scores import Influence
 from gramian.data.windows import NOT_COUNTED
 from gramian.influence.corpus import PassageCorpus
-from gramian.influence.index_builder import BuildOptions, Progress, counted_parameters, sketch_of
+from gramian.influence.index_builder import BuildOptions, Progress, counted_parameters, refuse_training_mode, sketch_of
 from gramian.influence.index_folder import FACTORS, PASSAGES, IndexFolder, shard_name
 from gramian.influence.passage_loss import nats_of, passage_losses
 from gramian.influence.relative_damping import set_relative_damping
@@ -41,6 +41,8 @@ class Query:
 
     prompt: str
     completion: str
+    ids: tuple[int, ...] | None = None
+    """Tokens of the completion, where they are known: its text may have others; None: those of the text."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class Index:
         """
         self.folder, self.corpus = IndexFolder.open(path), corpus
         self.options = options_of(self.folder)
+        refuse_training_mode(corpus.model)
         with counted_parameters(corpus.model, self.options.only):
             refuse_other_corpus(self.folder, corpus)
             self.kfac = factors_of(self.folder, corpus, self.options)
@@ -132,6 +135,9 @@ class Asked:
     def parts(self, passages: Sequence[int], progress: Progress | None = None) -> DividedScores:
         """Exact scores of some passages, by token and by module, from one forward and backward of them."""
         report = progress or (lambda stage, done, total: None)
+        strange = next((n for n in passages if not 0 <= n < len(self._index.corpus)), None)
+        if strange is not None or not passages:
+            raise GramianError(f"passages: {strange}; expected numbers from 0 to {len(self._index.corpus) - 1}")
         by_token, by_parameter = self._influence.divided("token"), self._influence.divided("parameter")
         tokens_PQT, parameters_PQM = self._captured([by_token, by_parameter], passages, report)
         names = [name.rpartition(".")[0] or name for name in by_parameter.parameters]
@@ -204,10 +210,8 @@ def factors_of(folder: IndexFolder, corpus: PassageCorpus, options: BuildOptions
 
 def query_gradient(corpus: PassageCorpus, query: Query) -> tuple[dict[str, Tensor], float]:
     """Gradient of −log p(completion | prompt), {parameter: tensor}, and its value in nats."""
-    prompt, completion = (
-        list(corpus.encode(query.prompt)) if query.prompt else [],
-        list(corpus.encode(query.completion)),
-    )
+    prompt = list(corpus.encode(query.prompt)) if query.prompt else []
+    completion = list(corpus.encode(query.completion) if query.ids is None else query.ids)
     ids = prompt + completion
     if not completion or len(ids) < 2:
         raise GramianError(f"completion: {query.completion!r} has too few tokens; expected some after the first token")
@@ -225,8 +229,8 @@ def query_gradient(corpus: PassageCorpus, query: Query) -> tuple[dict[str, Tenso
 
 
 @torch.no_grad()
-def continued(corpus: PassageCorpus, prompt: str, length: int = 20) -> str:
-    """The model's own likeliest continuation of a prompt, token by token: `length` tokens, fewer if its context ends."""
+def continued(corpus: PassageCorpus, prompt: str, length: int = 20) -> Query:
+    """A query of the model's own likeliest continuation, token by token: `length` tokens, fewer if its context ends."""
     ids = list(corpus.encode(prompt))
     if not ids:
         raise GramianError("prompt: is empty; expected some text, or a completion")
@@ -235,7 +239,7 @@ def continued(corpus: PassageCorpus, prompt: str, length: int = 20) -> str:
         batch = corpus.batch(torch.tensor([ids]), torch.tensor([ids]))
         logits_BTV = logits_of(corpus.model(**{name: value for name, value in batch.items() if name != "labels"}))
         ids.append(int(logits_BTV[0, -1].argmax()))
-    return corpus.decode(ids[begin:])
+    return Query(prompt, corpus.decode(ids[begin:]), tuple(ids[begin:]))
 
 
 def _trained(corpus: PassageCorpus) -> list[tuple[str, torch.nn.Parameter]]:

@@ -77,10 +77,10 @@ def _in_eigenbasis(block: Block, y_BOM: Tensor) -> Tensor:
     """The form with EK-FAC's eigenvalues: [B]."""
     correction, damping = block.correction, block.damping
     assert correction is not None and damping is not None
-    batch, o, m = y_BOM.shape
+    (batch, o, m), (r, s) = y_BOM.shape, correction.values_RS.shape
     y_BOM = y_BOM.to(torch.promote_types(y_BOM.dtype, correction.values_RS.dtype))
-    c_RBM = correction.G.coordinates(y_BOM.transpose(0, 1).reshape(o, batch * m)).reshape(-1, batch, m)
-    c_SBR = correction.A.coordinates(c_RBM.permute(2, 1, 0).reshape(m, -1)).reshape(-1, batch, c_RBM.shape[0])
+    c_RBM = correction.G.coordinates(y_BOM.transpose(0, 1).reshape(o, batch * m)).reshape(r, batch, m)
+    c_SBR = correction.A.coordinates(c_RBM.permute(2, 1, 0).reshape(m, batch * r)).reshape(s, batch, r)
     squares_BRS = c_SBR.permute(1, 2, 0).square()
     inside = (squares_BRS / (correction.values_RS + damping.lambda_G)).sum((1, 2))
     if correction.complete:

@@ -48,3 +48,44 @@ def test_eigenvalues_of_an_exact_head_of_squared_errors_need_a_fit() -> None:
     found.fit(model, [(case.inputs, case.labels)], "true", **case.told)
     with refused("factors: their head is exact mse", "expected kfac.fit(...) for both passes of that loss"):
         found.correct(model, loss_reduction="sum", num_terms=case.terms)
+
+
+class Stream:
+    """An iterable that goes on where it was: a second reader gets what the first has left."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._rest = iter(batches)
+
+    def __iter__(self) -> Any:
+        yield from self._rest
+
+
+def test_the_first_batch_of_a_stream_is_not_lost() -> None:
+    case = CASES["mse tokens"]
+    parts = [(case.inputs[row : row + 1], case.labels[row : row + 1]) for row in range(len(case.inputs))]
+    one, other = kfac(), kfac()
+    one.fit(case.model(), parts, "empirical", **case.told)
+    before = torch.get_rng_state()
+    other.fit(case.model(), Stream(parts), "empirical", **case.told)
+    assert_same_factors(other, one)
+    shuffled = torch.utils.data.DataLoader([*zip(case.inputs, case.labels, strict=True)], shuffle=True)
+    other.fit(case.model(), shuffled, "empirical", **case.told)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert_same_factors(other, one)
+
+
+def test_two_passes_have_the_same_samples() -> None:
+    case, found = CASES["mse tokens"], kfac(**JOINT)
+
+    class Fewer:
+        def __init__(self) -> None:
+            self.passes = 0
+
+        def __iter__(self) -> Any:
+            self.passes += 1
+            return iter([(case.inputs, case.labels)] * (3 - self.passes))
+
+    rows = len(case.inputs)
+    with refused(f"batches: {2 * rows} samples in one pass, {rows} in the other; expected the same in both"):
+        found.fit(case.model(), Fewer(), "empirical", **case.told)
+    assert not found.kfac_factors

@@ -226,3 +226,51 @@ def test_self_influence_is_a_statistic_of_any_backward(tmp_path: Path) -> None:
             found.model(found.tokens_NT).mT, found.targets_NT, ignore_index=-100, reduction="sum"
         ) / PASSAGES).backward()  # fmt: skip
     assert_close(seen[own], index.ask(QUERIES).scores("passages", self_influence=True).self_N, 1e-9)
+
+
+def test_a_model_in_training_mode_is_refused(tmp_path: Path) -> None:
+    found = corpus()
+    index = tmp_path / "index"
+    built(index, found)
+    found.model.train()
+    for refusal in (lambda: Index(found, index), lambda: build_index(found, tmp_path / "other")):
+        with refused("model: is in training mode; expected model.eval()"):
+            refusal()
+
+
+def test_a_changed_buffer_is_another_model(tmp_path: Path) -> None:
+    found = corpus()
+    found.model.register_buffer("scale", torch.ones(1))
+    built(tmp_path / "index", found)
+    found.model.scale.fill_(2.0)
+    with refused("index: ", "was built with other weights"):
+        Index(found, tmp_path / "index")
+
+
+def test_options_may_change_until_something_depends_on_them(tmp_path: Path) -> None:
+    with refused("gradients: 100 for 7 passages; expected at least"):
+        built(tmp_path / "index", gradients=100)
+    fitted = (tmp_path / "index" / "factors.safetensors").stat().st_mtime_ns
+    assert built(tmp_path / "index", gradients="1MB", batch=5).folder.facts["complete"]
+    assert (tmp_path / "index" / "factors.safetensors").stat().st_mtime_ns == fitted
+    with refused("out: ", "options.gradients"):
+        built(tmp_path / "index", gradients="2MB")
+
+
+def test_vectors_alone_and_blocks_of_rank_zero_are_scored(tmp_path: Path) -> None:
+    alone = built(tmp_path / "vectors", only=("norm.*",), gradients="1MB").ask(QUERIES)
+    assert_close(alone.scores().values_QN, alone.scores("passages").values_QN, 0.05)
+    found = corpus()
+    with torch.no_grad():
+        found.model.head.weight.zero_()
+    asked = built(tmp_path / "zero", found).ask(QUERIES)
+    scores = asked.scores("passages", self_influence=True)
+    assert scores.self_N is not None and bool(scores.self_N.isfinite().all())
+
+
+def test_a_completion_of_known_tokens_is_not_read_from_its_text(tmp_path: Path) -> None:
+    index = built(tmp_path / "index")
+    said, known = index.ask([Query("1 2", "3 4")]), index.ask([Query("1 2", "no number", (3, 4))])
+    assert said.nats == known.nats
+    with refused("passages: 99; expected numbers from 0 to 6"):
+        said.parts([99])

@@ -23,9 +23,9 @@ from gramian.curvature.estimate import fisher_labels, open_capture, second_pass
 from gramian.curvature.estimate.fisher_labels import LabelArguments
 from gramian.curvature.estimate.kfac_capture import KFACCapture, LossArguments, global_ids
 from gramian.curvature.estimate.labelled_batch import token_weights
-from gramian.curvature.estimate.likelihood import Likelihood
 from gramian.curvature.refresh import refresh_schedule
 from gramian.curvature.state import CurvatureState
+from gramian.parallel.exchange import Exchange
 from gramian.parallel.lockstep import Lockstep, sharing_group
 from gramian.taps.hub import hub_of
 from gramian.taps.model.preserve_state import preserve_state
@@ -56,14 +56,14 @@ def fit(
         if sample_ids is not None:
             _check_iterable("sample_ids", sample_ids, state.options.ekfac)
         refuse_open_capture(root)
-        batches, likelihood = _likelihood_of(root, batches, labels)
+        run = _Passes(root, batches, sample_ids, labels, progress)
+        likelihood = run.likelihood
         exact_head = labels.exact_head(likelihood, state.options.kfac_true_fisher_head)
-    draw_seed, subset_seed = state.seeds
+    run.seed, subset_seed = state.seeds
     if labels.generator is not None:
-        draw_seed, subset_seed = refresh_schedule.draw_seed(labels.generator), draw_seed
+        run.seed, subset_seed = refresh_schedule.draw_seed(labels.generator), run.seed
     estimate, loss = labels.estimate(likelihood), LossArguments("sum", 0.0, None)
     before = state.factors_now()
-    run = _Passes(root, batches, sample_ids, labels, likelihood, draw_seed, progress)
     try:
         cap = open_capture.open_refresh(
             state, model, loss, exchange, head, exact_head, estimate, subset_seed, False, likelihood
@@ -78,6 +78,7 @@ def fit(
     dropped = len(state.dropped)
     try:
         run("eigenvalues", second_pass.open_correction(state, model, loss, estimate, likelihood))
+        run.refuse_other_samples(exchange)
     except BaseException:
         state.restore_factors(before)
         raise
@@ -95,16 +96,6 @@ def _check_iterable(name: str, values: Any, twice: bool) -> None:
         )
 
 
-def _likelihood_of(root: nn.Module, batches: Iterable[Any], labels: LabelArguments) -> tuple[Iterable[Any], Likelihood]:
-    """(the batches, the distribution that the labels of the first belong to); that of `labels.loss` without a batch."""
-    reader = iter(batches)
-    first = next(reader, None)
-    if first is None:
-        return batches, labels.stated_likelihood()
-    likelihood = fisher_labels.question_of(root, first, labels).likelihood
-    return (itertools.chain([first], reader) if isinstance(batches, Iterator) else batches), likelihood
-
-
 class _Passes:
     """Runs the forwards and backwards of all batches inside a capture, once for the factors and once for eigenvalues."""
 
@@ -114,13 +105,25 @@ class _Passes:
         batches: Iterable[Any],
         sample_ids: Iterable[Tensor] | None,
         labels: LabelArguments,
-        likelihood: Likelihood,
-        seed: int,
         progress: Progress | None,
     ) -> None:
-        self.root, self.batches, self.sample_ids, self.likelihood = root, batches, sample_ids, likelihood
-        self.labels, self.seed, self.progress = labels, seed, progress
+        """Read the first batch, whose labels say which distribution they belong to; the first pass begins with it."""
+        self.root, self.batches, self.sample_ids = root, batches, sample_ids
+        self.labels, self.seed, self.progress = labels, 0, progress
         self.forward = root.forward  # before a capture replaces it
+        self.samples: list[int] = []
+        """Number of samples of each pass."""
+        with preserve_state(root):
+            reader = iter(batches)
+            first = next(reader, None)
+            self._begun: tuple[Iterator[Any], Tensor] | None = (
+                itertools.chain([] if first is None else [first], reader),
+                torch.get_rng_state(),
+            )
+            """The reader of the first pass, and torch's random state after its first batch, which shuffling changes."""
+        self.likelihood = labels.stated_likelihood()
+        if first is not None:
+            self.likelihood = fisher_labels.question_of(root, first, labels).likelihood
 
     def __call__(self, stage: str, cap: KFACCapture) -> None:
         """Run all batches inside `cap`; the model's gradients, buffers and random state are restored.
@@ -144,6 +147,16 @@ class _Passes:
                 raise GramianError(
                     f"{stray[0]}: got a gradient past its layer; expected the weight to be used through its own module only"
                 )
+        self.samples.append(first)
+
+    def refuse_other_samples(self, exchange: Exchange | None) -> None:
+        """Raise a GramianError, on all processes, if a second pass had another number of samples than the first."""
+        found = [self.samples] if exchange is None else exchange.gather_messages(self.samples)
+        for one, other in found:
+            if one != other:
+                raise GramianError(
+                    f"batches: {one} samples in one pass, {other} in the other; expected the same in both"
+                )
 
     def _run(self, cap: KFACCapture, batch: Any, ids: Tensor | None, first: int) -> int:
         """Run the passes over one batch; `first` is the number of samples before it on this process. Returns its samples."""
@@ -165,6 +178,14 @@ class _Passes:
             fisher_labels.run_pass(self.root, question, found, draw if labels.drawn else None, self.seed, samples, cap)
         return size
 
+    def _reader(self) -> Iterator[Any]:
+        """The batches of a pass from the first on, with the random state that reading the first has left."""
+        if self._begun is None:
+            return iter(self.batches)
+        (reader, state), self._begun = self._begun, None
+        torch.set_rng_state(state)
+        return reader
+
     def _numbered(self) -> Iterator[tuple[Any, Tensor | None]]:
         """(batch on the model's device, its sample ids or None), as many on each process as FSDP2's forwards need.
 
@@ -172,7 +193,7 @@ class _Passes:
         """
         device = next((p.device for p in self.root.parameters()), torch.device("cpu"))
         lockstep = Lockstep(sharing_group(self.root) if isinstance(self.root, FSDPModule) else None)
-        batches, last = iter(self.batches), None
+        batches, last = self._reader(), None
         ids = None if self.sample_ids is None else iter(self.sample_ids)
         while True:
             batch = next(batches, None)

@@ -114,22 +114,22 @@ class Influence(ByPass):
         self.add(sums, record, scores_BQ)
 
     def _add_tokens(self, sums: ScoresByPass, record: ParameterRecord, scores_BQT: Tensor) -> None:
-        """Add one parameter's scores [B, Q, T], or [B, Q, 1] where no single token has them, to those of its pass.
+        """Add one parameter's scores [B, Q, T], or [B, Q] where no single token has them, to those of its pass.
 
         The last place of a pass's scores [B, Q, T + 1] is for parts of no single token, T the most tokens of a parameter.
         """
-        number, tokens = record.info.number, scores_BQT.shape[2]
-        before = sums.get(number)
-        if before is None or (before.shape[2] == 1 and tokens > 1):
-            wider = scores_BQT.new_zeros(*scores_BQT.shape[:2], tokens + 1 if tokens > 1 else 1)
+        number, by_token = record.info.number, scores_BQT.dim() == 3
+        tokens, before = scores_BQT.shape[2] if by_token else 0, sums.get(number)
+        if before is None or (before.shape[2] == 1 and tokens):
+            wider = scores_BQT.new_zeros(*scores_BQT.shape[:2], tokens + 1)
             if before is not None:
                 wider[:, :, -1:] += before.to(wider.device)
             sums[number] = before = wider
         scores_BQT = scores_BQT.to(before.device)
-        if tokens == before.shape[2] - 1:
+        if by_token and tokens == before.shape[2] - 1:
             before[:, :, :-1] += scores_BQT
         else:
-            before[:, :, -1] += scores_BQT.sum(2)
+            before[:, :, -1] += scores_BQT.sum(2) if by_token else scores_BQT
 
     def finish(self, sums: ScoresByPass) -> Tensor:
         """Scores of all samples in the order of the passes: [B], or [B, Q] for several queries; parts along a last axis."""
@@ -244,12 +244,12 @@ def products(gradient: PerSampleGradient, directions_Q: Tensor) -> Tensor:
 
 
 def token_products(gradient: PerSampleGradient, directions_Q: Tensor) -> Tensor:
-    """Parts of ⟨d_q, g_i⟩ by token, [B, Q, T]; [B, Q, 1] where g_i is no sum over tokens, or one over several kinds of them."""
+    """Parts of ⟨d_q, g_i⟩ by token, [B, Q, T]; [B, Q] where g_i is no sum over tokens, or one over several kinds of them."""
     directions_Q = directions_Q.to(gradient.tensors()[0].device)
     if isinstance(gradient, Joined):
         parts = [token_products(part, directions_Q) for part in gradient.parts]
         if len({part.shape for part in parts}) > 1:
-            parts = [part.sum(2, keepdim=True) for part in parts]
+            parts = [part.sum(2) if part.dim() == 3 else part for part in parts]
         return torch.stack(parts).sum(0)
     if isinstance(gradient, Outer):
         return torch.stack([_outer_tokens(gradient, d) for d in directions_Q], dim=1)
@@ -258,7 +258,7 @@ def token_products(gradient: PerSampleGradient, directions_Q: Tensor) -> Tensor:
     if isinstance(gradient, Summed):
         tokens_BTN = wide(gradient.tokens_BTN)
         return (tokens_BTN @ flat(directions_Q).mT.to(tokens_BTN)).mT
-    return products(gradient, directions_Q)[:, :, None]
+    return products(gradient, directions_Q)
 
 
 def _outer(gradient: Outer, d_MN: Tensor) -> Tensor:
