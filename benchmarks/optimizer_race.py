@@ -212,14 +212,16 @@ def main() -> None:
     problem, grid = load(options.problem, options.data), GRIDS[options.problem]
     rows = _known()
     done = {_key(row) for row in rows}
-    for name in {"adamw", *options.tune}:  # compiles what is timed later
-        train(problem, replace(grid[name][0], steps=45))
+    compiled: set[str] = set()
 
     def go(trial: Trial, tuning: bool = False) -> None:
         trial = replace(trial, steps=trial.steps or problem.steps, problem=problem.name)
         known = {_key(asdict(trial)), *([_key(asdict(replace(trial, compiled=False)))] if tuning else [])}
         if known & done or time.perf_counter() - begun > options.limit:
             return
+        if trial.optimizer not in compiled:  # what is timed later
+            train(problem, replace(trial, steps=45))
+            compiled.add(trial.optimizer)
         rows.append(train(problem, trial))
         done.add(_key(rows[-1]))
         print(json.dumps({key: value for key, value in rows[-1].items() if key != "curve"}), flush=True)

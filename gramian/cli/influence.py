@@ -1,6 +1,7 @@
 """`gramian influence build | query`: which passages of the training text made a model say this.
 
-`build` fits the Fisher of a model to its text and writes an index; `query` scores every passage for what the model said.
+`build` fits the Fisher of a model to its text and writes an index; `query` computes the influence of every passage on a
+completion that the model wrote.
 """
 
 from __future__ import annotations
@@ -58,11 +59,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", metavar="NAME", help="cpu or cuda (default: cuda where there is one)")
     add("--seed", type=seed_number, default=0, metavar="SEED", help="of labels and projections (default: 0)")
     add("--out", type=Path, required=True, metavar="DIR", help="a new folder, or that of a build that was interrupted")
-    query = actions.add_parser("query", help="score every passage for what the model said", description=__doc__)
+    query = actions.add_parser("query", help="influence of every passage on a completion", description=__doc__)
     add = query.add_argument
     add("index", metavar="INDEX", help="the folder of a build")
-    add("--prompt", metavar="TEXT", help="what the model was given")
-    add("--completion", metavar="TEXT", help="what it said; left out: its own likeliest continuation of the prompt")
+    add("--prompt", metavar="TEXT", help="the text before the completion; it is not scored")
+    add(
+        "--completion",
+        metavar="TEXT",
+        help="the text that is explained (default: the model's own likeliest continuation)",
+    )
     add("--queries", type=Path, metavar="FILE.jsonl", help='many queries, a line each: {"prompt": …, "completion": …}')
     add("--top", type=positive_integer, default=10, metavar="K", help="passages shown on each side (default: 10)")
     add("--exact", action="store_true", help="score every passage from the text, also where gradients are stored")
@@ -200,13 +205,17 @@ def _query(arguments: argparse.Namespace, console: Console) -> int:
     folder = IndexFolder.open(arguments.index, "argument INDEX")
     corpus = from_index(folder, _device(arguments.device))
     queries = list(_queries(arguments, corpus))
+    out = new_folder(arguments.out, folder.path / "query")  # before the work, which would be lost without it
     started = time.perf_counter()
-    with _stages(console) as update:
-        source = "passages" if arguments.exact else "auto"
-        asked = Index(corpus, folder.path).ask(queries)
-        found, scores = find(asked, corpus, arguments.top, source, arguments.self_influence, update)
+    try:
+        with _stages(console) as update:
+            source = "passages" if arguments.exact else "auto"
+            asked = Index(corpus, folder.path).ask(queries)
+            found, scores = find(asked, corpus, arguments.top, source, arguments.self_influence, update)
+    except BaseException:
+        out.rmdir()
+        raise
     found["seconds"] = time.perf_counter() - started
-    out = new_folder(arguments.out, folder.path / "query")
     replace_text(out / "influence.json", json.dumps(found, indent=1) + "\n")
     replace_text(out / "influence.html", page_html("Influence", found))
     _write_scores(out / "scores.safetensors", scores.values_QN, scores.self_N)
@@ -221,8 +230,8 @@ def _queries(arguments: argparse.Namespace, corpus: PassageCorpus) -> Iterator[Q
 
     if arguments.queries is None:
         prompt = arguments.prompt or ""
-        said = arguments.completion
-        yield continued(corpus, prompt) if said is None else Query(prompt, said)
+        completion = arguments.completion
+        yield continued(corpus, prompt) if completion is None else Query(prompt, completion)
         return
     if arguments.prompt is not None or arguments.completion is not None:
         raise GramianError("argument --queries: beside --prompt or --completion; expected one or the other")

@@ -55,10 +55,13 @@ class PassageCorpus:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise a GramianError unless tokens and targets are integers of one shape [N, T] with N > 0."""
+        """Raise a GramianError unless tokens and targets are integers of one shape [N, T] with N > 0, in the vocabulary."""
+        if not isinstance(self.model, nn.Module):
+            raise GramianError(f"model: expected an nn.Module, got {type(self.model).__name__}")
         for name, value in (("tokens_NT", self.tokens_NT), ("targets_NT", self.targets_NT)):
-            if value.dim() != 2 or not value.numel() or value.is_floating_point():
-                raise GramianError(f"{name}: expected integers [passages, tokens], got {list(value.shape)}")
+            if not isinstance(value, Tensor) or value.dim() != 2 or not value.numel() or value.is_floating_point():
+                raise GramianError(f"{name}: expected a tensor of integers [passages, tokens]")
+            self.refuse_unknown_ids(name, value if name == "tokens_NT" else value[value != NOT_COUNTED])
         if self.tokens_NT.shape != self.targets_NT.shape:
             raise GramianError(f"targets_NT: have shape {list(self.targets_NT.shape)}; expected that of tokens_NT")
         assert self._argument  # found now: a capture replaces the forward
@@ -77,6 +80,16 @@ class PassageCorpus:
         """Most tokens that the model reads, as its config has it; None: not known."""
         config = getattr(self.model, "config", None)
         return getattr(config, "max_position_embeddings", None) or getattr(config, "context", None)
+
+    def refuse_unknown_ids(self, name: str, ids: Tensor) -> None:
+        """Raise a GramianError that begins with `name` for ids outside the vocabulary, as far as the model's config has it."""
+        config = getattr(self.model, "config", None)
+        most = getattr(config, "vocab_size", None) or getattr(config, "vocabulary", None)
+        wrong = (ids < 0) | (ids >= (most or 2**62))
+        if bool(wrong.any()):
+            raise GramianError(
+                f"{name}: has id {int(ids[wrong][0])}; expected ids from 0 to {most - 1 if most else '…'}"
+            )
 
     def batch(self, tokens_BT: Tensor, targets_BT: Tensor) -> Batch:
         """Tokens and targets as keyword arguments of the model and "labels", on the model's device."""
@@ -102,10 +115,16 @@ class PassageCorpus:
         return self.decode([int(self.tokens_NT[number, 0]), *targets[targets != NOT_COUNTED].tolist()])
 
     def digest(self) -> dict[str, str]:
-        """Hashes of the model's weights and buffers and of the passages: what an index belongs to. Reads every weight once."""
+        """Hashes of weights and buffers, of the passages and of the text of some: what an index belongs to.
+
+        Reads every weight once. The text stands for the tokenizer, which reads queries.
+        """
         return {
             "weights": _hash([*(p for _, p in named_parameters(self.model)), *self.model.buffers()]),
             "passages": _hash([self.tokens_NT, self.targets_NT]),
+            "text": hashlib.blake2b(
+                "".join(self.text(number) for number in range(min(16, len(self)))).encode(), digest_size=16
+            ).hexdigest(),
         }
 
 

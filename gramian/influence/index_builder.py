@@ -60,6 +60,8 @@ class BuildOptions:
                 raise GramianError(f"{name}: {getattr(self, name)!r}; expected one of {', '.join(allowed)}")
         if isinstance(self.damping, bool) or not isinstance(self.damping, int | float) or not 0 < self.damping < 1e6:
             raise GramianError(f"damping: {self.damping!r}; expected a number above 0, a share of the mean eigenvalue")
+        if isinstance(self.only, str) or not self.only or not all(isinstance(one, str) for one in self.only):
+            raise GramianError(f"only: {self.only!r}; expected a tuple of patterns, such as ('*.mlp.*',)")
         for name in ("batch", "seed"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < (name == "batch"):
@@ -99,7 +101,9 @@ def build_index(
     Raises:
         GramianError: if the folder belongs to something else, options do not fit, or the gradients' bytes hold too little.
     """
-    options = options or BuildOptions()
+    options = BuildOptions() if options is None else options
+    if not isinstance(corpus, PassageCorpus) or not isinstance(options, BuildOptions):
+        raise GramianError("corpus, options: expected a PassageCorpus, and BuildOptions or None")
     report = progress or (lambda stage, done, total: None)
     refuse_training_mode(corpus.model)
     with counted_parameters(corpus.model, options.only):

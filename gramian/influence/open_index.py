@@ -95,6 +95,8 @@ class Index:
         """Compute the natural gradient of every query, once for all that is asked of them."""
         if not queries:
             raise GramianError("queries: none given; expected at least one")
+        if isinstance(queries, str) or not all(isinstance(query, Query) for query in queries):
+            raise GramianError("queries: expected a list of Query(prompt, completion)")
         return Asked(self, queries)
 
 
@@ -217,6 +219,7 @@ def query_gradient(corpus: PassageCorpus, query: Query) -> tuple[dict[str, Tenso
         raise GramianError(f"completion: {query.completion!r} has too few tokens; expected some after the first token")
     if corpus.context is not None and len(ids) - 1 > corpus.context:
         raise GramianError(f"prompt: with its completion {len(ids)} tokens; expected at most {corpus.context + 1}")
+    corpus.refuse_unknown_ids("query", torch.tensor(ids))
     scored = max(len(prompt), 1)
     tokens = torch.tensor([ids[:-1]])
     targets = torch.tensor([[NOT_COUNTED] * (scored - 1) + ids[scored:]])

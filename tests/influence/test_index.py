@@ -1,6 +1,8 @@
 """Influence of passages against the explicit inverse and a loop of single-sample backwards; what a build leaves on disk."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from gramian.influence.gradient_sketch import GradientSketch
 from gramian.influence.index_folder import IndexFolder
 from gramian.influence.self_influence import SelfInfluence
 from tests.curvature.problems import assert_close
+from tests.curvature.small import WORDS
 from tests.influence.corpora import PASSAGES, built, corpus, damped_inverse, gradients
 from tests.kit.refusals import refused
 
@@ -274,3 +277,32 @@ def test_a_completion_of_known_tokens_is_not_read_from_its_text(tmp_path: Path) 
     assert said.nats == known.nats
     with refused("passages: 99; expected numbers from 0 to 6"):
         said.parts([99])
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    found = corpus()
+    built(tmp_path / "index", found)
+    other = replace(found, decode=lambda ids: " ".join(f"<{int(one)}>" for one in ids))
+    with refused("index: ", "was built with other text"):
+        Index(other, tmp_path / "index")
+
+
+def test_wrong_kinds_and_ids_are_refused_in_one_line(tmp_path: Path) -> None:
+    found = corpus()
+    with refused("model: expected an nn.Module, got int"):
+        replace(found, model=3)
+    with refused("tokens_NT: expected a tensor of integers"):
+        replace(found, tokens_NT=found.tokens_NT.float())
+    with refused("tokens_NT: has id -100"):
+        replace(found, tokens_NT=found.tokens_NT * 0 - 100)
+    found.model.config = SimpleNamespace(vocab_size=WORDS)
+    with refused("targets_NT: has id 11; expected ids from 0 to 10"):
+        replace(found, targets_NT=found.targets_NT * 0 + 11)
+    with refused("query: has id 99; expected ids from 0 to 10"):
+        built(tmp_path / "index", found).ask([Query("1", "99 2")])
+    with refused("queries: expected a list of Query"):
+        built(tmp_path / "other", found).ask([("1", "2 3")])
+    with refused("only: 'fc.*'; expected a tuple of patterns"):
+        BuildOptions(only="fc.*")
+    with refused("corpus, options: expected a PassageCorpus"):
+        build_index(found, tmp_path / "third", 3)

@@ -154,7 +154,7 @@ def _analysed(
 ) -> dict[str, Any]:
     """The result of an analysis; if a GPU's memory turns out to be too small, it begins again on the CPU.
 
-    Not on several processes, where the others would wait for this one.
+    On one process only: of several, one that moves to the CPU would be waited for by the rest.
     """
     import torch
 
@@ -268,7 +268,7 @@ def _is_cpu(asked: str | None, configured: str) -> bool:
 
 
 def _new_folder(wanted: Path | None, grid: ProcessGrid) -> Path | None:
-    """The folder of the results, made by the first process; None on all others. An error is raised on all of them."""
+    """The folder of the results, which process 0 makes; None on any other process. An error is raised on every process."""
     from gramian.analysis.result_file import new_folder
 
     folder, problem = None, ""
