@@ -56,15 +56,14 @@ def fit(
         if sample_ids is not None:
             _check_iterable("sample_ids", sample_ids, state.options.ekfac)
         refuse_open_capture(root)
-        run = _Passes(root, batches, sample_ids, labels, progress)
-        likelihood = run.likelihood
-        exact_head = labels.exact_head(likelihood, state.options.kfac_true_fisher_head)
-    run.seed, subset_seed = state.seeds
+    draw_seed, subset_seed = state.seeds
     if labels.generator is not None:
-        run.seed, subset_seed = refresh_schedule.draw_seed(labels.generator), run.seed
-    estimate, loss = labels.estimate(likelihood), LossArguments("sum", 0.0, None)
-    before = state.factors_now()
+        draw_seed, subset_seed = refresh_schedule.draw_seed(labels.generator), draw_seed
+    before, loss = state.factors_now(), LossArguments("sum", 0.0, None)
     try:
+        run = _Passes(root, batches, sample_ids, labels, draw_seed, progress)
+        likelihood, estimate = run.likelihood, labels.estimate(run.likelihood)
+        exact_head = labels.exact_head(likelihood, state.options.kfac_true_fisher_head)
         cap = open_capture.open_refresh(
             state, model, loss, exchange, head, exact_head, estimate, subset_seed, False, likelihood
         )
@@ -105,11 +104,12 @@ class _Passes:
         batches: Iterable[Any],
         sample_ids: Iterable[Tensor] | None,
         labels: LabelArguments,
+        seed: int,
         progress: Progress | None,
     ) -> None:
         """Read the first batch, whose labels say which distribution they belong to; the first pass begins with it."""
         self.root, self.batches, self.sample_ids = root, batches, sample_ids
-        self.labels, self.seed, self.progress = labels, 0, progress
+        self.labels, self.seed, self.progress = labels, seed, progress
         self.forward = root.forward  # before a capture replaces it
         self.samples: list[int] = []
         """Number of samples of each pass."""
