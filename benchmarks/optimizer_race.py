@@ -90,6 +90,9 @@ GRIDS: dict[str, dict[str, list[Trial]]] = {
             Trial("adamw", 1e-3, 0.95, warmup=160),
             Trial("adamw", 2e-3, 0.95, warmup=320),
             Trial("adamw", 1.4e-3, 0.99, warmup=160),
+            Trial("adamw", 2.8e-3, 0.95, warmup=320),
+            *(Trial("adamw", lr, beta, warmup=500) for lr in (2e-3, 2.8e-3) for beta in (0.95, 0.99)),
+            *(Trial("adamw", 2e-3, beta, warmup=320) for beta in (0.9, 0.99)),
         ],
         "muon": [
             *(Trial("muon", 8e-3, 0.9, rest) for rest in (2e-3, 4e-3)),
@@ -104,6 +107,8 @@ IMAGES: dict[str, list[Trial]] = {
     "adamw": [
         *(Trial("adamw", lr, beta) for beta in (0.95, 0.99) for lr in (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)),
         *(Trial("adamw", lr, 0.95, warmup=warmup) for warmup in (160, 400) for lr in (2.5e-4, 5e-4, 1e-3)),
+        *(Trial("adamw", lr, beta, warmup=400) for lr in (1e-3, 1.4e-3, 2e-3) for beta in (0.9, 0.99)),
+        *(Trial("adamw", lr, 0.95, warmup=warmup) for lr, warmup in ((1.4e-3, 400), (1e-3, 600))),
     ],
     "muon": [
         Trial("muon", lr, beta, rest) for beta in (0.9, 0.95) for lr in (4e-3, 8e-3, 1.6e-2) for rest in (1e-3, 4e-3)
@@ -207,25 +212,34 @@ def main() -> None:
     parser.add_argument("--tune", nargs="*", default=[], help="optimizers to tune")
     parser.add_argument("--seeds", type=int, default=0, help="how many seeds of the best trial of each tuned optimizer")
     parser.add_argument("--shorter", nargs="*", default=[], metavar="NAME:STEPS", help="also the best with fewer steps")
+    parser.add_argument(
+        "--beside", metavar="NAME", help="other runs share the GPU: write to results/NAME.json, no seconds"
+    )
+    parser.add_argument(
+        "--merge", nargs="*", default=[], metavar="NAME", help="first take over the rows of results/NAME.json"
+    )
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further run begins")
     options, begun = parser.parse_args(), time.perf_counter()
     problem, grid = load(options.problem, options.data), GRIDS[options.problem]
-    rows = _known()
+    rows = _known("optimizer_race")
+    known = {_key(row) for row in rows}
+    rows += [row for name in options.merge for row in _known(name) if _key(row) not in known]
+    begin, name_of = len(rows), options.beside or "optimizer_race"
     done = {_key(row) for row in rows}
     compiled: set[str] = set()
 
     def go(trial: Trial, tuning: bool = False) -> None:
         trial = replace(trial, steps=trial.steps or problem.steps, problem=problem.name)
-        known = {_key(asdict(trial)), *([_key(asdict(replace(trial, compiled=False)))] if tuning else [])}
-        if known & done or time.perf_counter() - begun > options.limit:
+        same = {_key(asdict(trial)), *([_key(asdict(replace(trial, compiled=False)))] if tuning else [])}
+        if same & done or time.perf_counter() - begun > options.limit:
             return
-        if trial.optimizer not in compiled:  # what is timed later
+        if trial.optimizer not in compiled and not options.beside:  # what is timed later
             train(problem, replace(trial, steps=45))
             compiled.add(trial.optimizer)
-        rows.append(train(problem, trial))
+        rows.append(train(problem, trial) | ({"seconds": None} if options.beside else {}))
         done.add(_key(rows[-1]))
         print(json.dumps({key: value for key, value in rows[-1].items() if key != "curve"}), flush=True)
-        write("optimizer_race", rows)
+        write(name_of, rows[begin:] if options.beside else rows)
 
     for name in options.tune:
         for trial in grid[name]:
@@ -240,13 +254,13 @@ def main() -> None:
     for name, trial in best.items():
         same = [row for row in rows if _key({**row, "seed": 0}) == _key(asdict(trial))]
         losses = [round(row["loss"], 4) for row in same]
-        print(name, trial, f"{statistics.mean(losses):.4f}", losses, statistics.median(row["seconds"] for row in same))
+        print(name, trial, f"{statistics.mean(losses):.4f}", losses, [row["seconds"] for row in same])
     print(problem.facts)
 
 
-def _known() -> list[dict[str, Any]]:
-    """The rows that were written before."""
-    file = RESULTS / "optimizer_race.json"
+def _known(name: str) -> list[dict[str, Any]]:
+    """The rows that were written before under a name."""
+    file = RESULTS / f"{name}.json"
     return list(json.loads(file.read_text())["results"]) if file.exists() else []
 
 

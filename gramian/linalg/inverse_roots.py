@@ -17,11 +17,11 @@ from torch import Tensor
 
 from gramian.linalg.tensor_core_products import Operand, Precision
 
-CLOSE = 1e-3
+CLOSE = 0.01
 """The iteration ends when the smallest eigenvalue of S is at least 1 − this: M^(−1/4) is then right to a quarter of it."""
 
 SMALL = 2.0**-6
-"""While S may have eigenvalues below this, products need a rounding finer than TF32's 2⁻¹¹, which would destroy them."""
+"""While S may have eigenvalues below this, products need a rounding finer than float16's 2⁻¹¹, which would destroy them."""
 
 
 def coefficients(smallest: float) -> Iterator[tuple[float, float, float]]:
@@ -41,32 +41,45 @@ def coefficients(smallest: float) -> Iterator[tuple[float, float, float]]:
 def inverse_fourth_root(matrices_BNN: Tensor, condition: float) -> Tensor:
     """M^(−1/4) of every matrix M [n, n] of a stack; `condition` is a bound on the ratio of ‖M‖_F to M's smallest eigenvalue.
 
-    On a GPU with a rounding of 2⁻¹⁶ (three bfloat16 products for one) while S has eigenvalues below `SMALL`, in TF32 from then
-    on; `condition` should be below 2¹⁶.
+    On a GPU with a rounding of 2⁻¹⁶ (three bfloat16 products for one) while S has eigenvalues below `SMALL`, in float16 from
+    then on; `condition` should be below 2¹⁶.
     """
     if not matrices_BNN.is_cuda or matrices_BNN.dtype == torch.float64:
         values_BN, vectors_BNN = torch.linalg.eigh(matrices_BNN)
         tiny = torch.finfo(values_BN.dtype).tiny
         roots_BNN: Tensor = (vectors_BNN * values_BN.clamp(min=tiny).pow(-0.25)[:, None, :]) @ vectors_BNN.mT
         return roots_BNN
-    return iterated_fourth_root(matrices_BNN, condition, "bf16x3", "tf32")
+    return iterated_fourth_root(matrices_BNN, condition, "bf16x3", torch.float16)
 
 
-def iterated_fourth_root(matrices_BNN: Tensor, condition: float, first: Precision, then: Precision) -> Tensor:
-    """M^(−1/4) of every matrix of a stack by iteration; nothing waits for the device.
+def iterated_fourth_root(matrices_BNN: Tensor, condition: float, first: Precision, then: torch.dtype) -> Tensor:
+    """M^(−1/4) of every matrix of a stack by iteration, in the dtype `then`; nothing waits for the device.
 
-    Products are in the precision `first` while S may have eigenvalues below `SMALL`, and in `then` from there on.
+    Products are in the precision `first` while S may have eigenvalues below `SMALL`, and in the dtype `then` from there on.
     """
     norm_B11 = torch.linalg.matrix_norm(matrices_BNN, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     S_BNN = matrices_BNN / norm_B11
-    identity_NN = torch.eye(S_BNN.shape[-1], dtype=S_BNN.dtype, device=S_BNN.device)
-    X_BNN: Tensor = identity_NN * norm_B11**-0.25
-    for a, b, smallest in coefficients(1 / condition):
-        precision = first if smallest < SMALL else then
-        T_BNN = a * identity_NN - b * S_BNN
-        by_T = Operand.of(T_BNN, precision, "left")
-        X_BNN = by_T.times(X_BNN)
-        by_T2 = Operand.of(by_T.times(T_BNN), precision, "left")
-        S_BNN = by_T2.times(by_T2.times(S_BNN))
-        S_BNN = 0.5 * (S_BNN + S_BNN.mT)  # all of them commute; rounding alone makes a product asymmetric
-    return X_BNN.add(X_BNN.mT).mul_(0.5)
+    X_BNN: Tensor | None = None  # over ‖M‖^(−1/4): the product of all T
+    chosen = list(coefficients(1 / condition))
+    for number, (a, b, smallest) in enumerate(chosen, start=1):
+        fine = smallest < SMALL
+        S_BNN = S_BNN if fine else S_BNN.to(then)
+        T_BNN = S_BNN * -b
+        T_BNN.diagonal(dim1=-2, dim2=-1).add_(a)
+        T = Operand.of(T_BNN, first, "left") if fine else T_BNN
+        X_BNN = T_BNN if X_BNN is None else _product(T, X_BNN)
+        if number == len(chosen):
+            break
+        T2_BNN = _product(T, T_BNN)
+        T2 = Operand.of(T2_BNN, first, "left") if fine else T2_BNN
+        S_BNN = _product(T2, _product(T2, S_BNN))
+        S_BNN = S_BNN.add(S_BNN.mT).mul_(0.5)  # all of them commute; rounding alone makes a product asymmetric
+    if X_BNN is None:
+        X_BNN = torch.eye(S_BNN.shape[-1], dtype=S_BNN.dtype, device=S_BNN.device)
+    root_BNN: Tensor = X_BNN.add(X_BNN.mT).mul_(0.5) * norm_B11**-0.25
+    return root_BNN.to(then)
+
+
+def _product(left: Operand | Tensor, right: Tensor) -> Tensor:
+    """The product of two stacks, in the precision of an operand, or in the dtype of a plain left side."""
+    return left.times(right) if isinstance(left, Operand) else left @ right.to(left.dtype)

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from gramian.kernels.bfloat16_parts import bfloat16_parts
 from gramian.linalg.wide import exact_float32, tensor_float32
 
 Precision = Literal["bf16", "tf32", "bf16x3", "fp32", "fp64"]
@@ -44,9 +45,7 @@ class Operand:
     def of(cls, matrix: Tensor, precision: Precision, side: Literal["left", "right"]) -> "Operand":
         """Round a matrix [..., n, k] to the precision and store it for products from this side."""
         if precision == "bf16x3":
-            high = matrix.bfloat16()
-            low = (matrix - high.to(matrix)).bfloat16()
-            return cls(torch.cat([high, high, low], dim=-1 if side == "left" else -2), precision, side)
+            return cls(bfloat16_parts(matrix, "HHL", -1 if side == "left" else -2), precision, side)
         dtype = {"bf16": torch.bfloat16, "fp64": torch.float64}.get(precision, torch.float32)
         return cls(matrix.to(dtype), precision, side)
 
@@ -64,9 +63,7 @@ class Operand:
         """The product M Y ("left") or Y M ("right"), in float32, or float64 for "fp64"."""
         left = self.side == "left"
         if self.precision == "bf16x3":
-            high = y.bfloat16()
-            low = (y - high.to(y)).bfloat16()
-            y = torch.cat([high, low, high], dim=-2 if left else -1)
+            y = bfloat16_parts(y, "HLH", -2 if left else -1)
         elif self.precision == "bf16":
             y = y.bfloat16()
         a, b = (self.stored, y) if left else (y, self.stored)

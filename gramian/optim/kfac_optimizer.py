@@ -20,6 +20,7 @@ from gramian.curvature.blocks.output_head import known_head
 from gramian.curvature.estimate.kfac_capture import IdleCapture, KFACCapture
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.persist import curvature_record
+from gramian.kernels.matrix_steps import nesterov_averages, scaled_steps
 from gramian.linalg.factors.factor import fetch_bounds
 from gramian.optim.whitened_steps import MatrixGroup, WhitenedSteps, lambdas
 from gramian.taps.model.user_names import unwrap
@@ -265,7 +266,7 @@ class KFAC(Optimizer):
         specs: Sequence[Spec],
         weights: Sequence[nn.Parameter],
     ) -> None:
-        """Step weights of one shape and one parameter group: M, N, U and W of the class's formula, in multi-tensor operations.
+        """Step weights of one shape and one parameter group: M, N, U and W of the class's formula.
 
         `places` are those of the weights in `matrices`. M stays sharded as its weight is; N is gathered.
         """
@@ -274,17 +275,22 @@ class KFAC(Optimizer):
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         gradients = [_local(_like(p.grad, p)) for p in weights]
         momenta = [_local(self.state[p]["momentum_buffer"]) for p in weights]
-        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-        averaged = torch._foreach_lerp(gradients, momenta, group["momentum"])
-        whole = [_gathered(t, p) for t, p in zip(averaged, weights, strict=True)]
-        shape = (len(weights), specs[0].outputs, specs[0].inputs - specs[0].has_bias)
-        n_BOM = torch.empty(shape, dtype=matrices.dtype, device=whole[0].device)
-        torch._foreach_copy_([_as_weight(spec, n_OM) for spec, n_OM in zip(specs, n_BOM, strict=True)], whole)
-        u_BOM = matrices.direction(n_BOM, places)
-        steps = [_shard(_as_weight(spec, u_OM), p) for spec, u_OM, p in zip(specs, u_BOM, weights, strict=True)]
-        local, rate = [_local(p) for p in weights], MATRIX_RATE * float(group["lr"])
-        torch._foreach_mul_(local, 1 - rate * group["weight_decay"])
-        torch._foreach_add_(local, [step.to(w.dtype) for step, w in zip(steps, local, strict=True)], alpha=-RMS * rate)
+        n = nesterov_averages(momenta, gradients, group["momentum"], matrices.gradient_dtype)
+        sharded = isinstance(weights[0], DTensor)
+        if sharded:
+            n = torch.stack([_gathered(one, p) for one, p in zip(n, weights, strict=True)])
+        turned = specs[0].layout == "in_out"
+        z_BOM, d_BOM = matrices.direction(n.mT if turned else n.flatten(2), places)
+        z, d = (z_BOM.mT, d_BOM.mT) if turned else (z_BOM, d_BOM)
+        z = z.reshape(n.shape)
+        if sharded:
+            whole = (z.flatten(2) * d).view_as(z)
+            z, d = (
+                torch.stack([_shard(one, p) for one, p in zip(whole, weights, strict=True)]),
+                torch.ones_like(d[:1, :1, :1]),
+            )
+        rate = MATRIX_RATE * float(group["lr"])
+        scaled_steps([_local(p) for p in weights], z, -RMS * rate * d, keep=1 - rate * group["weight_decay"])
 
     def _step_adamw(self, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> None:
         """AdamW's step of some parameters; those of fewer than two dimensions do not decay."""
@@ -382,8 +388,3 @@ def _shard(whole: Tensor, p: nn.Parameter) -> Tensor:
     own = whole.contiguous()
     found = DTensor.from_local(own, p.device_mesh, replicated, run_check=False, shape=own.shape, stride=own.stride())
     return found.redistribute(placements=p.placements).to_local()
-
-
-def _as_weight(spec: Spec, matrix_OM: Tensor) -> Tensor:
-    """A view of a matrix [o, m] in the shape of the weight."""
-    return matrix_OM.mT if spec.layout == "in_out" else matrix_OM.view(spec.shapes[0])

@@ -7,6 +7,13 @@ For a layer with weight W [o, m], K-FAC factors A and G and averaged gradient N,
 ā and ḡ the mean eigenvalues. In the coordinates W' = P_G⁻¹ W P_A⁻¹, whose Fisher is the square root of K-FAC's, this is
 steepest descent in the spectral norm. A factor that is stored as its diagonal has a diagonal P. U is scaled to a root mean
 square of 1, so the size of a step depends on the learning rate alone.
+
+orth multiplies by a polynomial q of the Gram matrix (`orthogonalise`). With N written as r × n, r ≤ n, P of the narrower side
+and D of the wider one,
+
+    X = P N D,    U = P · q(XXᵀ) · X D:
+
+three products with n columns, and all else r × r.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,52 +21,68 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from gramian.curvature.blocks.block import Block
+from gramian.kernels.matrix_steps import scaled_stack
 from gramian.linalg import Diagonal, Factor
 from gramian.linalg.inverse_roots import inverse_fourth_root
-from gramian.optim.orthogonalise import orthogonalised, scaled_to_one
+from gramian.optim.orthogonalise import SCALE, norms, orthogonaliser
 
 STACKED = 2**27
 """Largest number of entries of the matrices whose roots are computed together."""
 
 
-def compute_dtype(weight: Tensor) -> torch.dtype:
-    """Dtype of a step's products: bfloat16 on a GPU, which a direction of even singular values bears; else the weight's."""
-    if weight.dtype == torch.float64 or not weight.is_cuda:
-        return weight.dtype
-    return torch.bfloat16
-
-
 @dataclass(frozen=True)
 class MatrixGroup:
-    """Weights of one shape, whose steps are computed together."""
+    """Weights [o, m] of one shape, memory layout and sharding, whose steps are computed together."""
 
     names: tuple[str, ...]
-    P_A: Tensor
-    """P_A [blocks, m, m], or its diagonal [blocks, 1, m], in the dtype of the step's products."""
-    P_G: Tensor
-    """P_G [blocks, o, o], or its diagonal [blocks, o, 1]."""
+    turned: bool
+    """Whether o > m: then matrices are taken as their transposes, and the narrower side is the input's."""
+    P: Tensor
+    """P of the narrower side [blocks, r, r], or its diagonal [blocks, r, 1], in the dtype of the step's products."""
+    D: Tensor
+    """P of the wider side [blocks, n, n], or its diagonal [blocks, 1, n], likewise."""
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the step's products."""
-        return self.P_A.dtype
+    def gradient_dtype(self) -> torch.dtype:
+        """Dtype in which averaged gradients are stacked: bfloat16, which has their range, where products are in float16."""
+        return torch.bfloat16 if self.P.dtype == torch.float16 else self.P.dtype
 
-    def direction(self, n_BOM: Tensor, places: Sequence[int]) -> Tensor:
-        """U with a root mean square of 1 for every averaged gradient N [o, m] in a stack; `places`: their places in `names`.
+    def direction(self, n_BOM: Tensor, places: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """(Z, d) with the direction U = d·Z for every averaged gradient N [o, m] in a stack; `places`: their places in `names`.
 
-        N in `dtype`; U in float32, or float64 for float64 weights, and zero for a zero gradient.
+        U has a root mean square of 1, and is zero for a zero gradient; d broadcasts to Z, in float32, or float64 for float64
+        weights. N in `gradient_dtype`. 6 r²n + 30 r³ FLOPs a matrix for a diagonal D.
         """
-        whole = len(places) == len(self.names)
-        P_A, P_G = (p if whole else p[list(places)] for p in (self.P_A, self.P_G))
-        return scaled_to_one(_between(P_G, orthogonalised(_between(P_G, n_BOM, P_A)), P_A))
+        P, D = (p if len(places) == len(self.names) else p[list(places)] for p in (self.P, self.D))
+        n_BRN = n_BOM.mT if self.turned else n_BOM
+        diagonal, to_range = D.shape[-2] == 1, SCALE / norms(n_BRN)  # the range of float16
+        y_BRN = scaled_stack(n_BRN, D * to_range if diagonal else to_range, P.dtype)
+        x_BRN = _times(P, y_BRN if diagonal else y_BRN @ D)
+        z_BRN = _times(_times(P, orthogonaliser(_gram(x_BRN), P.dtype)), x_BRN)
+        z_BRN, d_B1N = (z_BRN, D.to(to_range.dtype)) if diagonal else (z_BRN @ D, torch.ones_like(to_range))
+        d_B1N = d_B1N * ((z_BRN.shape[-2] * z_BRN.shape[-1]) ** 0.5 / norms(norms(z_BRN, (-2,)) * d_B1N))
+        return (z_BRN.mT, d_B1N.mT) if self.turned else (z_BRN, d_B1N)
 
 
-def _between(P_G: Tensor, y_BOM: Tensor, P_A: Tensor) -> Tensor:
-    """P_G Y P_A for full or diagonal P_G and P_A."""
-    y_BOM = y_BOM * P_A if P_A.shape[-2] == 1 else y_BOM @ P_A
-    return P_G * y_BOM if P_G.shape[-1] == 1 else P_G @ y_BOM
+def product_dtype(weight: Tensor) -> torch.dtype:
+    """Dtype of a step's products: float16 on a GPU, which a direction of even singular values bears; else the weight's."""
+    return weight.dtype if weight.dtype == torch.float64 or not weight.is_cuda else torch.float16
+
+
+def _times(left: Tensor, right: Tensor) -> Tensor:
+    """Product of two stacks of matrices, stored by rows or by columns as `right` is; `left` may be a diagonal, as a column."""
+    if left.shape[-1] == 1:
+        return left * right
+    return left @ right if right.stride(-1) == 1 else (right.mT @ left.mT).mT
+
+
+def _gram(x_BRN: Tensor) -> Tensor:
+    """XXᵀ of a stack, in float32 for float16 on a GPU, else in the dtype given."""
+    wide = x_BRN.is_cuda and x_BRN.dtype == torch.float16
+    return torch.bmm(x_BRN, x_BRN.mT, out_dtype=torch.float32) if wide else x_BRN @ x_BRN.mT
 
 
 Side = tuple[Factor, int]
@@ -91,14 +114,19 @@ class WhitenedSteps:
         members: dict[tuple[object, ...], list[str]] = {}
         for name, ((A, m), (G, o)) in sides.items():
             diagonal = (isinstance(A, Diagonal), isinstance(G, Diagonal))
-            members.setdefault((o, m, diagonal, weights[name].dtype, weights[name].device), []).append(name)
+            weight, spec = weights[name], blocks[name].spec
+            sharding = weight.placements if isinstance(weight, DTensor) else None
+            key = (o, m, diagonal, spec.layout, weight.shape, sharding, weight.dtype, weight.device)
+            members.setdefault(key, []).append(name)
         for names in members.values():
             example = weights[names[0]]
             found = [[roots[id(factor), width] for factor, width in sides[name]] for name in names]
-            P_A = torch.stack([A if A.dim() == 2 else A[None, :] for A, _ in found])
-            P_G = torch.stack([G if G.dim() == 2 else G[:, None] for _, G in found])
-            dtype = compute_dtype(example)
-            self.groups.append(MatrixGroup(tuple(names), P_A.to(example.device, dtype), P_G.to(example.device, dtype)))
+            P_A, P_G = (torch.stack(of_all).to(example.device) for of_all in zip(*found, strict=True))
+            turned = P_G.shape[1] > P_A.shape[1]
+            P, D = (P_A, P_G) if turned else (P_G, P_A)
+            P, D = P if P.dim() == 3 else P[:, :, None], D if D.dim() == 3 else D[:, None, :]
+            dtype = product_dtype(example)
+            self.groups.append(MatrixGroup(tuple(names), turned, P.to(dtype), D.to(dtype)))
         self._made_of = now
 
 

@@ -35,8 +35,8 @@ def test_the_iteration_is_the_root(n: int, kind: str, damping: float) -> None:
     stack, roots, bound = problem(kind, n, damping)
     for found, tolerance in (
         (inverse_fourth_root(stack, bound), 1e-12),
-        (iterated_fourth_root(stack, bound, "fp64", "fp64"), CLOSE / 4),
-        (iterated_fourth_root(stack.float(), bound, "bf16x3", "fp32"), 5e-3),
+        (iterated_fourth_root(stack, bound, "fp64", torch.float64), CLOSE / 4),
+        (iterated_fourth_root(stack.float(), bound, "bf16x3", torch.float16), 5e-3),
     ):
         error = torch.linalg.matrix_norm(found.double() - roots, 2) / torch.linalg.matrix_norm(roots, 2)
         assert float(error.max()) <= tolerance

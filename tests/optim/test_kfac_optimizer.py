@@ -100,7 +100,10 @@ BUGS = {
     "stale operators": Edit("WhitenedSteps.update", "if len(now) ==", "if self.groups or len(now) =="),
     "a bias in A": Edit("whitened_steps:_sides", "block.spec.inputs - block.spec.has_bias", "block.spec.inputs"),
     "no mean": Edit("whitened_steps:_roots", "stack_BNN /= _mean", "stack_BNN *= _mean"),
-    "no Nesterov": Edit("KFAC._step_matrices", "torch._foreach_lerp(gradients,", "torch._foreach_lerp(momenta,"),
+    "no Nesterov": Edit("matrix_steps:nesterov_averages_twin", "lerp(list(gradients),", "lerp(list(momenta),"),
+    "one scale for all columns": Edit(
+        "MatrixGroup.direction", "(z_BRN, D.to(to_range.dtype))", "(z_BRN, torch.ones_like(to_range))"
+    ),
     "decay of norms": Edit("KFAC._step_adamw", "(0.0, [p for p", "(0.1, [p for p"),
 }
 """Bugs that the oracle must see."""

@@ -1,16 +1,27 @@
-"""Orthogonalisation: the interval that the polynomials reach, the directions they keep, and rounding in bfloat16."""
+"""Orthogonalisation: the interval that the polynomials reach, the directions they keep, and rounding in float16."""
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from gramian.optim.orthogonalise import COEFFICIENTS, orthogonalised, scaled_to_one
+from gramian.optim.orthogonalise import COEFFICIENTS, orthogonaliser
 
 
 def mapped(values: np.ndarray) -> np.ndarray:
     for a, b, c in COEFFICIENTS:
         values = a * values + b * values**3 + c * values**5
     return values
+
+
+def orthogonalised(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return orthogonaliser(x @ x.mT, dtype).to(x.dtype) @ x / x.square().sum((-2, -1), keepdim=True).sqrt()
+
+
+def exactly(x: Tensor) -> Tensor:
+    """The same in float64, from singular values."""
+    U, s, V = torch.linalg.svd(x.double(), full_matrices=False)
+    return (U * torch.from_numpy(mapped((s / s.square().sum(-1, keepdim=True).sqrt()).numpy()))[..., None, :]) @ V
 
 
 def test_the_polynomials_bring_the_interval_near_one_and_small_values_up() -> None:
@@ -30,32 +41,30 @@ def test_each_polynomial_bears_an_interval_two_percent_longer() -> None:
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-3)])
-@pytest.mark.parametrize("shape", [(3, 4, 7), (2, 9, 5), (1, 6, 6), (2, 1, 8)])
+@pytest.mark.parametrize("shape", [(3, 4, 7), (1, 6, 6), (2, 1, 8)])
 def test_singular_vectors_stay_and_values_are_mapped(
     shape: tuple[int, ...], dtype: torch.dtype, tolerance: float
 ) -> None:
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
-    U, s, V = torch.linalg.svd(x, full_matrices=False)
-    s = torch.from_numpy(mapped((s / s.square().sum(-1, keepdim=True).sqrt()).numpy()))
-    found = orthogonalised(x.to(dtype)).double()
-    assert torch.allclose(found, (U * s[:, None, :]) @ V, atol=tolerance)
+    assert torch.allclose(orthogonalised(x.to(dtype), dtype).double(), exactly(x), atol=tolerance)
 
 
-@pytest.mark.parametrize("kind", ["even", "rank one", "slope"])
-def test_bfloat16_stays_in_the_interval(kind: str) -> None:
-    """Rounding does not carry a singular value out of the interval in which the polynomials are tame."""
-    n, generator = 96, torch.Generator().manual_seed(0)
+@pytest.mark.parametrize("kind, error", [("even", 0.015), ("slope", 0.05), ("spike", 0.02), ("gap", 0.05)])
+def test_float16_keeps_small_singular_values_beside_large_ones(kind: str, error: float) -> None:
+    """Squares of 2.5e-5 of the largest are above the rounding of the Gram matrix: "spike" is 0.13 off without its rest."""
+    n, generator = 128, torch.Generator().manual_seed(0)
     U, V = (torch.linalg.qr(torch.randn(n, n, dtype=torch.float64, generator=generator))[0] for _ in range(2))
     values = {
         "even": torch.ones(n),
-        "rank one": torch.cat([torch.ones(1), torch.zeros(n - 1)]),
         "slope": torch.logspace(0, -4, n),
+        "spike": torch.cat([torch.ones(1), torch.full((n - 1,), 5e-3)]),
+        "gap": torch.cat([torch.ones(9), torch.full((n - 9,), 1e-3)]),
     }[kind].double()
-    found = torch.linalg.svdvals(orthogonalised(((U * values) @ V).bfloat16()[None])[0].double())
-    assert float(found.max()) < 1.35
-    if kind == "even":
-        assert float(found.min()) > 0.6
+    x = ((U * values) @ V).float()[None]
+    found, want = orthogonalised(x, torch.float16).double(), exactly(x)
+    assert float((found - want).norm() / want.norm()) < error
+    assert float(torch.linalg.svdvals(found).max()) < 1.25
 
 
-def test_zero_stays_zero() -> None:
-    assert not orthogonalised(torch.zeros(2, 3, 4)).any() and not scaled_to_one(torch.zeros(2, 3, 4)).any()
+def test_zero_is_no_reason_for_nan() -> None:
+    assert not orthogonaliser(torch.zeros(2, 3, 3), torch.float32).isnan().any()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gramian.core.errors import GramianError
@@ -21,8 +22,12 @@ from gramian.parallel.rendezvous import Rendezvous, next_number
 def model_exchange(state: CurvatureState, model: nn.Module) -> Exchange | None:
     """Collectives among the processes that share this model's data and add their sums; None: this process alone.
 
-    The processes are looked up at this call; `kfac_distributed_reduce="none"` on several processes logs a warning once.
+    The processes are looked up at this call, unless there is only one: then the model is not walked at every step.
+    `kfac_distributed_reduce="none"` on several processes logs a warning once.
     """
+    if state.process_group is None and not (dist.is_available() and dist.is_initialized()):
+        state.world_size = 1
+        return None
     root = module_of(model)
     group = group_of(model, root, state.process_group)
     state.world_size = world_size(group)

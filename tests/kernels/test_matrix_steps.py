@@ -1,0 +1,81 @@
+"""Both ends of an optimizer's step: kernels and twins against the formulas in float64."""
+
+import pytest
+import torch
+
+from gramian.kernels.matrix_steps import (
+    nesterov_averages_kernel,
+    nesterov_averages_twin,
+    scaled_in_parts_kernel,
+    scaled_in_parts_twin,
+    scaled_stack,
+    scaled_stack_kernel,
+    scaled_stack_twin,
+    scaled_steps_kernel,
+    scaled_steps_twin,
+)
+from tests.kernels import interpreted, random
+
+SHAPES = [(3, 5), (7, 2, 3, 3), (40, 70), (0, 4)]
+
+
+def changed(function, tensors, *arguments):
+    """The result of a function that changes tensors in place, and the tensors."""
+    return function(tensors, *arguments), tensors
+
+
+def run(function, tensors, *arguments):
+    kernel = function in (nesterov_averages_kernel, scaled_steps_kernel)
+    return (interpreted if kernel else lambda f, *a: f(*a))(changed, function, tensors, *arguments)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("function", [nesterov_averages_kernel, nesterov_averages_twin])
+def test_momenta_and_averages(function, dtype, tolerance, shape):
+    momenta, gradients = ([random(*shape, seed=seed + k).to(dtype) for k in range(3)] for seed in (0, 10))
+    want = [0.8 * m.double() + 0.2 * g.double() for m, g in zip(momenta, gradients, strict=True)]
+    averages = [0.8 * m + 0.2 * g.double() for m, g in zip(want, gradients, strict=True)]
+    n, momenta = run(function, momenta, gradients, 0.8, torch.bfloat16)
+    assert n.dtype == torch.bfloat16 and n.shape == (3, *shape)
+    torch.testing.assert_close(torch.stack(momenta).double(), torch.stack(want), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(n.double(), torch.stack(averages), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("one_for", ["all", "a matrix", "a row", "a column", "an entry"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("function", [scaled_steps_kernel, scaled_steps_twin])
+def test_steps(function, shape, one_for):
+    weights, u = [random(*shape, seed=k) for k in range(3)], random(3, *shape, seed=20).half()
+    rows, columns = shape[0], torch.Size(shape[1:]).numel()
+    sizes = {"all": (1, 1, 1), "a matrix": (3, 1, 1), "a row": (3, rows, 1), "a column": (3, 1, columns)}
+    scale = random(*sizes.get(one_for, (3, rows, columns)), seed=30)
+    steps = (u.double().view(3, rows, columns) * scale.double()).view_as(u)
+    want = 0.9 * torch.stack(weights).double() + steps
+    _, weights = run(function, weights, u, scale, 0.9)
+    torch.testing.assert_close(torch.stack(weights).double(), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5), (1, 40, 70)])
+@pytest.mark.parametrize("size", [(1, 1), (1, None), (None, 1)])
+def test_scaled_stacks(shape, size):
+    x = random(*shape, seed=1).bfloat16()
+    scale = random(shape[0], *(full if place is None else place for place, full in zip(size, shape[1:], strict=True)))
+    want = x.double() * scale.double()
+    for found in (
+        interpreted(scaled_stack_kernel, x, scale, torch.float16),
+        scaled_stack_twin(x, scale, torch.float16),
+        scaled_stack(x.mT.contiguous().mT, scale, torch.float16),
+    ):
+        assert found.dtype == torch.float16
+        torch.testing.assert_close(found.double(), want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("function", [scaled_in_parts_kernel, scaled_in_parts_twin])
+def test_two_parts_have_twice_the_bits(function):
+    x, scale = random(2, 40, 30, seed=1), random(2, 1, 1, seed=2)
+    call = interpreted if function is scaled_in_parts_kernel else lambda f, *arguments: f(*arguments)
+    high, low = call(function, x, scale, torch.float16)
+    want = x.double() * scale.double()
+    torch.testing.assert_close(high.double(), want, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(high.double() + low.double(), want, rtol=1e-6, atol=1e-7)
