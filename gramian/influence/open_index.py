@@ -171,6 +171,9 @@ class Asked:
         return [shared.gather(rows) for rows in found]
 
     def _captured_here(self, statistics: list[Any], passages: Sequence[int], report: Progress) -> list[Tensor]:
+        """Results of statistics over the backwards of the passages of this process; empty if it has none."""
+        if not passages:
+            return [torch.zeros(0) for _ in statistics]
         corpus, batch = self._index.corpus, self._index.options.batch
         runs = _runs(passages)
         total, done = sum(-(-count // batch) for _, count in runs), 0
