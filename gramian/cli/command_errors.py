@@ -12,7 +12,7 @@ from gramian.core.errors import GramianError
 if TYPE_CHECKING:
     from gramian.parallel.process_grid import ProcessGrid
 
-FAILED_ON_ONE = re.compile(r"process \d+: (?!GramianError)\w*(Error|Exception|Interrupt|RunFailed)\b")
+FAILED_ON_ONE = re.compile(r"process \d+: (?!GramianError)\w*(Error|Exception|Interrupt)\b")
 """Matches the message of an error, not of bad input, that another process raised while all of them worked together."""
 
 
@@ -42,7 +42,7 @@ def only_one_complains(grid: ProcessGrid, run: Callable[[], int]) -> int:
     """
     try:
         return run()
-    except (GramianError, RunFailed) as problem:
+    except (GramianError, RunFailed, OSError) as problem:
         if grid.size == 1 or grid.first_failure(str(problem)) == f"process {grid.rank}: {problem}":
             raise
         return 2 if isinstance(problem, GramianError) else 1

@@ -6,6 +6,7 @@ have finished their part, or why they cannot (`rendezvous`), so that none waits 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,8 @@ from gramian.parallel.process_grid import ProcessGrid
 from gramian.parallel.rendezvous import Rendezvous, next_number
 
 Items = TypeVar("Items", bound=Sequence[Any])
+LONGEST_PART = timedelta(days=1)
+"""How long processes that have finished their part wait for the others; torchrun ends them sooner if one of these is gone."""
 
 
 class SharedWork:
@@ -45,7 +48,7 @@ class SharedWork:
         if self._exchange is None:
             yield
             return
-        meeting = Rendezvous(self.grid.group, f"shared work {next_number(self.grid.group)}")
+        meeting = Rendezvous(self.grid.group, f"shared work {next_number(self.grid.group)}", LONGEST_PART)
         try:
             yield
         except BaseException as error:
