@@ -209,12 +209,12 @@ def _fit(
 ) -> None:
     """Fit the factors to all passages and write them, on the first process."""
     kfac = options.kfac(next(corpus.model.parameters()).dtype, shared.grid)
-    starts = range(0, len(corpus), options.batch)[shared.grid.rank :: shared.grid.size]
+    starts, end = range(0, len(corpus), options.batch)[shared.grid.rank :: shared.grid.size], len(corpus)
     kfac.fit(
         corpus.model,
         _Again(lambda: (corpus.passages(first, options.batch) for first in starts)),
         options.fisher,
-        sample_ids=_Again(lambda: (torch.arange(len(corpus))[first : first + options.batch] for first in starts)),
+        sample_ids=_Again(lambda: (torch.arange(first, min(first + options.batch, end)) for first in starts)),
         causal_shift=False,
         progress=lambda stage, done: report(stage, done, len(starts)),
     )

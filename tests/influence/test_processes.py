@@ -19,6 +19,7 @@ from gramian.influence import BuildOptions, Index, PassageCorpus, Query, build_i
 from gramian.influence.findings import find
 from gramian.parallel.process_grid import ONE_PROCESS, DataParallelKind, ProcessGrid
 from tests.curvature.problems import assert_close
+from tests.curvature.small import WORDS
 from tests.influence.corpora import PASSAGES, corpus
 from tests.kit.matrix import FULL
 from tests.kit.processes import run_on_ranks
@@ -30,11 +31,12 @@ MATRIX = [
     *((size, passages, {"factors": factors, "fisher": fisher, "gradients": "1MB"}, tied)
       for size, passages, factors, fisher, tied in itertools.product(
           (2, 3), (PASSAGES, 1), ("ekfac", "kfac"), ("mc", "true", "empirical"), (False, True))),
+    *((size, 2, {"batch": 1, "gradients": "1MB"}, tied) for size in (2, 3) for tied in (False, True)),
     *((size, PASSAGES, {"only": ("fc.*", "norm.*")}, False) for size in (2, 3)),
     *((size, PASSAGES, {"memory_budget": 20_000, "gradients": 3000}, False) for size in (2, 3)),
 ]  # fmt: skip
 """(processes, passages, options, whether head and table are tied). Batches have 3 passages and shards 2, so that processes
-have different numbers of both; of a single passage all but one have nothing."""
+have different numbers of both; of a single passage all but one have nothing, and of two the head is of low rank."""
 
 
 def grid_of(rank: int, size: int) -> ProcessGrid:
@@ -51,7 +53,7 @@ def answers(found: PassageCorpus, folder: Path, grid: ProcessGrid) -> dict[str, 
     """All that an index says."""
     asked = Index(found, folder, grid).ask(QUERIES)
     exact = asked.scores("passages", self_influence=True)
-    parts = asked.parts([0] if len(found) == 1 else [1, 2, 5])
+    parts = asked.parts([1, 2, 5] if len(found) == PASSAGES else [0])
     assert exact.self_N is not None
     stored = {} if asked._index.options.gradients is None else {"stored": asked.scores("gradients").values_QN}
     shown, scores = find(asked, found, 2)
@@ -100,6 +102,20 @@ def test_scores_are_those_of_one_process(
     assert_same(answers(found, tmp_path / "many", ONE_PROCESS), expected)
     names = [sorted(path.name for path in (tmp_path / folder).iterdir()) for folder in ("one", "many")]
     assert names[0] == names[1]
+
+
+def built_by_the_first(rank: int, size: int, folder: Path) -> bool:
+    if rank == 0:
+        build(corpus(), folder, ONE_PROCESS, gradients="1MB")
+        answers(corpus(), folder, ONE_PROCESS)
+    return rank == 0
+
+
+@pytest.mark.full
+def test_one_process_of_several_may_build_and_ask_alone(tmp_path: Path) -> None:
+    assert run_on_ranks(2, built_by_the_first, tmp_path / "alone") == [True, False]
+    build(corpus(), tmp_path / "one", ONE_PROCESS, gradients="1MB")
+    assert_same(*(answers(corpus(), tmp_path / name, ONE_PROCESS) for name in ("alone", "one")))
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------
@@ -216,6 +232,13 @@ def refused_build(rank: int, size: int, folder: Path, how: str) -> str:
     if how == "weights" and rank == 1:
         with torch.no_grad():
             found.model.fc.weight[0, 0] += 1.0
+    if how == "infinite":  # on process 1 alone, which has the second of three batches
+        found = replace(found, tokens_NT=found.tokens_NT.clamp(max=WORDS - 2))
+        found.tokens_NT[3, 0] = WORDS - 1
+        with torch.no_grad():
+            found.model.table.weight[WORDS - 1] = torch.nan
+    if how == "no target":
+        found = replace(found, targets_NT=torch.full_like(found.targets_NT, -100))
     if how == "passages" and rank == 1:
         found = replace(found, tokens_NT=found.tokens_NT.flip(0))
     try:
@@ -231,6 +254,8 @@ def refused_build(rank: int, size: int, folder: Path, how: str) -> str:
     [
         ("weights", "corpus: process 1 has other weights than process 0; expected one model and text on all"),
         ("passages", "corpus: process 1 has other passages than process 0; expected one model and text on all"),
+        ("infinite", "expected targets to predict, and a model whose loss is finite on them"),
+        ("no target", "expected targets to predict, and a model whose loss is finite on them"),
         ("full", "is not empty; expected a new folder, or an index of this model and text"),
         ("gradients", "gradients: 10 for 7 passages; expected at least"),
     ],
@@ -240,5 +265,5 @@ def test_what_does_not_fit_is_refused_on_all(tmp_path: Path, how: str, message: 
         (tmp_path / "file").write_text("")
     for said in run_on_ranks(2, refused_build, tmp_path, how):
         assert message in said and "\n" not in said
-    left = {path.name for path in tmp_path.iterdir()}
-    assert (left == {"file"}) if how == "full" else how == "gradients" or not left, os.listdir(tmp_path)
+    begun = how in ("infinite", "no target", "gradients")
+    assert begun == (tmp_path / "index.json").exists() and (begun or len(os.listdir(tmp_path)) == (how == "full"))
