@@ -26,7 +26,7 @@ from gramian.curvature.operators.parameter_space import ParameterSpace
 from gramian.linalg import LanczosSpectrum, SpectralDensity, lanczos, spectral_density
 from gramian.linalg.spectra.operator import Operator
 from gramian.parallel.exchange import Exchange
-from gramian.parallel.process_grid import ProcessGrid
+from gramian.parallel.process_grid import ONE_PROCESS, ProcessGrid
 from gramian.train.loop.objective import IGNORED
 
 SCHEMA = 1
@@ -35,7 +35,6 @@ Update = Callable[[int, int], None]
 Stage = Callable[[str], AbstractContextManager[Update]]
 """Function that opens a stage by its name: returns a context around the stage, whose value is the progress callback."""
 Result = dict[str, Any]
-ONE_PROCESS = ProcessGrid()
 
 
 def kfac_of(subject: Subject, settings: Settings) -> KFACNaturalGradient:

@@ -1,9 +1,19 @@
 """Failures of commands: the exception behind exit code 1, one-line descriptions, and which process prints under torchrun."""
 
+from __future__ import annotations
+
 import os
+import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from gramian.core.errors import GramianError
+
+if TYPE_CHECKING:
+    from gramian.parallel.process_grid import ProcessGrid
+
+FAILED_ON_ONE = re.compile(r"process \d+: (?!GramianError)\w*(Error|Exception|Interrupt)\b")
+"""Matches the message of an error, not of bad input, that another process raised while all of them worked together."""
 
 
 class RunFailed(Exception):
@@ -23,6 +33,24 @@ def only_first_complains(run: Callable[[], int]) -> int:
         if is_first_process():
             raise
         return 2 if isinstance(problem, GramianError) else 1
+
+
+def only_one_complains(grid: ProcessGrid, run: Callable[[], int]) -> int:
+    """Run a command that may fail on any process, and then ends on all: the first to fail raises, the others return the code.
+
+    torchrun ends the other processes as soon as one has ended, so the one that knows the reason must not leave it to rank 0.
+    """
+    try:
+        return run()
+    except (GramianError, RunFailed, OSError) as problem:
+        if grid.size == 1 or grid.first_failure(str(problem)) == f"process {grid.rank}: {problem}":
+            raise
+        return 2 if isinstance(problem, GramianError) else 1
+
+
+def lost_another(problem: BaseException) -> bool:
+    """Whether an exception says that a collective failed because another process has gone."""
+    return any(name in str(problem).lower() for name in ("gloo", "nccl", "connection", "peer"))
 
 
 def refuse_torchrun(command: str) -> None:

@@ -1,20 +1,27 @@
 """`gramian influence build | query`: which passages of the training text made a model say this.
 
 `build` fits the Fisher of a model to its text and writes an index; `query` computes the influence of every passage on a
-completion that the model wrote.
+completion that the model wrote. Under torchrun the processes share the passages, and the first one prints and writes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gramian.cli.command_errors import RunFailed, is_out_of_memory, refuse_torchrun
+from gramian.cli.command_errors import (
+    FAILED_ON_ONE,
+    RunFailed,
+    is_out_of_memory,
+    lost_another,
+    only_one_complains,
+)
 from gramian.cli.config_arguments import positive_integer, seed_number
 from gramian.cli.terminal import Update, in_parts, make_console, make_table, progress_bar, show
 from gramian.core.errors import GramianError
@@ -24,7 +31,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from gramian.influence.corpus import PassageCorpus
-    from gramian.influence.open_index import Query
+    from gramian.influence.open_index import Query, Scores
+    from gramian.parallel.process_grid import ProcessGrid
+    from gramian.parallel.shared_work import SharedWork
 
 LENGTH = 256
 """Default tokens of a passage of --model."""
@@ -83,23 +92,38 @@ def run(arguments: argparse.Namespace) -> int:
         RunFailed: if it is interrupted or memory is full; a build goes on where it was when it is run again.
         GramianError: if an argument does not fit.
     """
-    refuse_torchrun("influence")
-    console = make_console()
+    from gramian.parallel.world import world
+
+    with world(arguments.device == "cpu", False) as grid:
+        return only_one_complains(grid, lambda: _run(arguments, grid))
+
+
+def _run(arguments: argparse.Namespace, grid: ProcessGrid) -> int:
+    from gramian.parallel.shared_work import SharedWork
+
+    console, shared = make_console(quiet=grid.rank > 0), SharedWork(grid)
     try:
-        return _build(arguments, console) if arguments.action == "build" else _query(arguments, console)
+        return (_build if arguments.action == "build" else _query)(arguments, console, shared)
     except KeyboardInterrupt:
         more = "; the same command goes on from there" if arguments.action == "build" else ""
         raise RunFailed(f"influence: interrupted{more}") from None
+    except GramianError as problem:
+        if FAILED_ON_ONE.match(str(problem)):  # that process exits with 1, and so do all others
+            raise RunFailed(f"influence: {problem}") from None
+        raise
     except (RuntimeError, MemoryError) as problem:
-        if isinstance(problem, GramianError) or not is_out_of_memory(problem):
+        if is_out_of_memory(problem):
+            raise RunFailed("influence: out of memory; expected a smaller --batch or --memory-budget") from None
+        if grid.size == 1 or not lost_another(problem):
             raise
-        raise RunFailed("influence: out of memory; expected a smaller --batch or --memory-budget") from None
+        line = str(problem).splitlines()[0][:200]
+        raise RunFailed(f"influence: process {grid.rank} lost another one ({line}); expected all to go on") from None
 
 
 # ---- build -----------------------------------------------------------------------------------------------------------
 
 
-def _build(arguments: argparse.Namespace, console: Console) -> int:
+def _build(arguments: argparse.Namespace, console: Console, shared: SharedWork) -> int:
     if (arguments.config is None) == (arguments.model is None):
         raise GramianError("influence build: expected either CONFIG.toml or --model PATH --text FILE…")
     if arguments.model is not None and not arguments.text:
@@ -122,34 +146,35 @@ def _build(arguments: argparse.Namespace, console: Console) -> int:
             batch=arguments.batch,
             seed=arguments.seed,
         )
-    corpus = _corpus(arguments)
-    show(console, f"{len(corpus):,} passages of {corpus.tokens_NT.shape[1]:,} tokens")
+    with shared.together():
+        corpus = _corpus(arguments, shared.grid)
+    processes = f", shared by {shared.grid.size} processes" * (shared.grid.size > 1)
+    show(console, f"{len(corpus):,} passages of {corpus.tokens_NT.shape[1]:,} tokens{processes}")
     started = time.perf_counter()
     with _argument_named(), _stages(console) as update:
-        folder = build_index(corpus, arguments.out, options, update)
+        folder = build_index(corpus, arguments.out, options, update, shared.grid)
     rank = f", compressed gradients of rank {folder.facts['rank']}" if "rank" in folder.facts else ""
     seconds = time.perf_counter() - started
     show(console, f"{folder.path}: {format_bytes(folder.nbytes)}{rank}, {seconds:.0f} s")
     return 0
 
 
-def _corpus(arguments: argparse.Namespace) -> PassageCorpus:
+def _corpus(arguments: argparse.Namespace, grid: ProcessGrid) -> PassageCorpus:
     from gramian.influence.corpus import from_config, from_folder
 
-    device = _device(arguments.device)
+    device = _device(arguments.device, grid)
     if arguments.model is not None:
         return from_folder(arguments.model, arguments.text, device, arguments.length or LENGTH, arguments.passages)
     return from_config(arguments.config, arguments.overrides, device, arguments.passages)
 
 
-def _device(asked: str | None) -> torch.device:
-    import torch
-
+def _device(asked: str | None, grid: ProcessGrid) -> torch.device:
+    """The device of this process: the CPU, or one GPU for each process of a host."""
     if asked not in (None, "cpu", "cuda"):
         raise GramianError(f"argument --device: {asked!r}; expected cpu or cuda")
-    if asked == "cuda" and not torch.cuda.is_available():
+    if asked == "cuda" and grid.device.type != "cuda":
         raise GramianError("argument --device: there is no CUDA device here; expected cpu")
-    return torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return grid.device
 
 
 @contextmanager
@@ -158,11 +183,12 @@ def _argument_named() -> Iterator[None]:
     try:
         yield
     except GramianError as problem:
-        name = str(problem).partition(":")[0]
-        known = ("factors", "fisher", "damping", "gradients", "memory_budget", "only", "batch", "out", "top")
-        raise GramianError(
-            f"argument --{str(problem).replace('_', '-', 1)}" if name in known else str(problem)
-        ) from None
+        known = "factors|fisher|damping|gradients|memory_budget|only|batch|out|top"
+        found = re.match(rf"(process \d+: )?({known})(:.*)", str(problem), re.DOTALL)
+        if found is None:
+            raise
+        before, name, rest = found.groups(default="")
+        raise GramianError(f"{before}argument --{name.replace('_', '-')}{rest}") from None
 
 
 @contextmanager
@@ -191,34 +217,36 @@ def _stages(console: Console) -> Iterator[Any]:
 # ---- query -----------------------------------------------------------------------------------------------------------
 
 
-def _query(arguments: argparse.Namespace, console: Console) -> int:
+def _query(arguments: argparse.Namespace, console: Console, shared: SharedWork) -> int:
     from gramian.analysis.result_file import new_folder
-    from gramian.core.durable_files import replace_text
     from gramian.influence.corpus import from_index
     from gramian.influence.findings import find
     from gramian.influence.index_folder import IndexFolder
-    from gramian.influence.influence_page import page_html
-    from gramian.influence.open_index import Index
+    from gramian.influence.open_index import Index, Query
 
     if arguments.queries is None and arguments.prompt is None and arguments.completion is None:
         raise GramianError("influence query: expected --prompt, --completion or --queries FILE.jsonl")
-    folder = IndexFolder.open(arguments.index, "argument INDEX")
-    corpus = from_index(folder, _device(arguments.device))
-    queries = list(_queries(arguments, corpus))
-    out = new_folder(arguments.out, folder.path / "query")  # before the work, which would be lost without it
+    with shared.together():
+        folder = IndexFolder.open(arguments.index, "argument INDEX")
+        corpus = from_index(folder, _device(arguments.device, shared.grid))
+    asked = shared.first(lambda: [[one.prompt, one.completion, one.ids] for one in _queries(arguments, corpus)])
+    queries = [Query(prompt, completion, None if ids is None else tuple(ids)) for prompt, completion, ids in asked]
+    # before the work, which would be lost without it
+    out = Path(shared.first(lambda: str(new_folder(arguments.out, folder.path / "query"))))
     started = time.perf_counter()
     try:
         with _stages(console) as update:
             source = "passages" if arguments.exact else "auto"
-            asked = Index(corpus, folder.path).ask(queries)
-            found, scores = find(asked, corpus, arguments.top, source, arguments.self_influence, update)
+            answers = Index(corpus, folder.path, shared.grid).ask(queries)
+            found, scores = find(answers, corpus, arguments.top, source, arguments.self_influence, update)
     except BaseException:
-        out.rmdir()
+        if shared.grid.rank == 0:
+            out.rmdir()
         raise
     found["seconds"] = time.perf_counter() - started
-    replace_text(out / "influence.json", json.dumps(found, indent=1) + "\n")
-    replace_text(out / "influence.html", page_html("Influence", found))
-    _write_scores(out / "scores.safetensors", scores.values_QN, scores.self_N)
+    with shared.together():
+        if shared.grid.rank == 0:
+            _write(out, found, scores)
     for query in found["queries"]:
         show(console, _table(query))
     show(console, f"{found['passages']:,} passages, {len(queries)} queries, {found['seconds']:.1f} s; written: {out}")
@@ -253,11 +281,16 @@ def _queries(arguments: argparse.Namespace, corpus: PassageCorpus) -> Iterator[Q
         yield continued(corpus, prompt) if completion is None else Query(prompt, completion)
 
 
-def _write_scores(path: Path, values_QN: torch.Tensor, self_N: torch.Tensor | None) -> None:
+def _write(out: Path, found: Mapping[str, Any], scores: Scores) -> None:
     from safetensors.torch import save_file
 
-    more = {} if self_N is None else {"self_influence": self_N.contiguous()}
-    save_file({"scores": values_QN.contiguous(), **more}, path)
+    from gramian.core.durable_files import replace_text
+    from gramian.influence.influence_page import page_html
+
+    replace_text(out / "influence.json", json.dumps(found, indent=1) + "\n")
+    replace_text(out / "influence.html", page_html("Influence", found))
+    more = {} if scores.self_N is None else {"self_influence": scores.self_N.contiguous()}
+    save_file({"scores": scores.values_QN.contiguous(), **more}, out / "scores.safetensors")
 
 
 def _table(query: Mapping[str, Any]) -> Any:

@@ -6,14 +6,13 @@ Also under torchrun.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gramian.cli.command_errors import RunFailed, is_first_process, is_out_of_memory
+from gramian.cli.command_errors import FAILED_ON_ONE, RunFailed, is_first_process, is_out_of_memory, lost_another
 from gramian.cli.config_arguments import add_config_arguments, check_device, is_sharded
 from gramian.core.errors import GramianError
 
@@ -21,10 +20,6 @@ if TYPE_CHECKING:
     from gramian.parallel.process_grid import ProcessGrid
     from gramian.train.config.config import Config
     from gramian.train.state.run_folder import RunFolder
-
-
-FAILED_ON_ONE = re.compile(r"process \d+: (?!GramianError)\w*(Error|Exception|Interrupt)\b")
-"""Matches the message of an error that another process raised while all of them computed curvature."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -174,8 +169,7 @@ def _one_line_failures(grid: ProcessGrid) -> Iterator[None]:
             raise RunFailed(
                 f"out of memory ({line}); expected a smaller data.micro_batch or model, or parallel.checkpoint_blocks"
             ) from None
-        lost = any(name in str(problem).lower() for name in ("gloo", "nccl", "connection", "peer"))
-        if grid.size == 1 or not lost:
+        if grid.size == 1 or not lost_another(problem):
             raise
         raise RunFailed(
             f"process {grid.rank} lost another one ({line}); expected all of them to continue: torchrun --max-restarts resumes"

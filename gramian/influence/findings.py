@@ -10,6 +10,7 @@ from gramian.data.windows import NOT_COUNTED
 from gramian.influence.corpus import PassageCorpus
 from gramian.influence.index_builder import Progress
 from gramian.influence.open_index import Asked, DividedScores, Scores
+from gramian.influence.token_texts import token_texts
 
 CANDIDATES = 4
 """Candidates for each passage that is shown, where they come from compressed gradients."""
@@ -71,7 +72,7 @@ def _sides(corpus: PassageCorpus, scores: Scores, parts: DividedScores, number: 
             "passage": passage,
             "score": float(exact[column]),
             **compressed,
-            "tokens": [corpus.decode([int(one)]) for one in corpus.tokens_NT[passage]],
+            "tokens": token_texts(corpus.decode, corpus.tokens_NT[passage].tolist()),
             "token_scores": [float(value) for value in parts.tokens_QPT[number, column, :-1]],
             "other_score": float(parts.tokens_QPT[number, column, -1]),
             "modules": {parts.modules[place]: float(modules[place]) for place in largest},

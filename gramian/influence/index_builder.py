@@ -2,10 +2,14 @@
 
 What is complete on disk is not computed again: a build that was killed goes on with the next shard (the fit of the factors
 begins anew). Projections depend on the factors and the seed alone, so any split into shards stores the same gradients.
+
+Several processes share the batches of the fit and the shards; the first one alone writes factors and index.json. Passage i is
+sample i wherever it is read, so drawn labels and token subsets do not depend on the number of processes, which may change
+between a build that was interrupted and the one that goes on.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from math import isqrt
@@ -19,11 +23,14 @@ from gramian.core.byte_amounts import format_bytes, parse_bytes
 from gramian.core.durable_files import FileRecord
 from gramian.core.errors import GramianError
 from gramian.curvature.kfac import KFACNaturalGradient
+from gramian.curvature.persist import factor_file
 from gramian.influence.corpus import PassageCorpus
 from gramian.influence.gradient_sketch import GradientSketch, MatrixGradients, VectorGradients, rank_of
-from gramian.influence.index_folder import FACTORS, PASSAGES, IndexFolder, shard_name
+from gramian.influence.index_folder import FACTORS, PASSAGES, IndexFolder, build_lock, shard_name
 from gramian.influence.passage_loss import passage_losses
 from gramian.influence.relative_damping import set_relative_damping
+from gramian.parallel.process_grid import ONE_PROCESS, ProcessGrid
+from gramian.parallel.shared_work import SharedWork
 from gramian.taps import Capture
 from gramian.taps.model.user_names import named_parameters
 
@@ -69,8 +76,8 @@ class BuildOptions:
         parse_bytes("gradients", self.gradients)
         parse_bytes("memory_budget", self.memory_budget)
 
-    def kfac(self, dtype: torch.dtype) -> KFACNaturalGradient:
-        """The K-FAC object of an index, without factors, for a model of this dtype."""
+    def kfac(self, dtype: torch.dtype, grid: ProcessGrid = ONE_PROCESS) -> KFACNaturalGradient:
+        """The K-FAC object of an index, without factors, for a model of this dtype; `grid`: who shares its passages."""
         return KFACNaturalGradient(
             damping_mode="joint",
             woodbury_dtype="fp64" if dtype == torch.float64 else "fp32",
@@ -78,11 +85,17 @@ class BuildOptions:
             ekfac=self.factors == "ekfac",
             memory_budget=self.memory_budget,
             seed=self.seed,
+            kfac_distributed_reduce="gram" if grid.size > 1 else "none",
+            process_group=grid.group,
         )
 
 
 def build_index(
-    corpus: PassageCorpus, out: str | Path, options: BuildOptions | None = None, progress: Progress | None = None
+    corpus: PassageCorpus,
+    out: str | Path,
+    options: BuildOptions | None = None,
+    progress: Progress | None = None,
+    grid: ProcessGrid = ONE_PROCESS,
 ) -> IndexFolder:
     """Build the influence index of a corpus in a folder, or go on with one that was interrupted.
 
@@ -97,28 +110,57 @@ def build_index(
         out: a new folder, or that of an earlier build with the same corpus and options.
         options: see `BuildOptions`; None: the defaults.
         progress: called with ("factors", "eigenvalues" or "gradients", units done, units in total).
+        grid: the processes that share the work, each with the whole model and all passages, in a folder that all of them
+            see. Collective; scores are those of one process to rounding.
 
     Raises:
-        GramianError: if the folder belongs to something else, options do not fit, or the gradients' bytes hold too little.
+        GramianError: if the folder belongs to something else or another build writes there, options do not fit, or the
+            gradients' bytes hold too little; on all processes if on one.
     """
-    options = BuildOptions() if options is None else options
-    if not isinstance(corpus, PassageCorpus) or not isinstance(options, BuildOptions):
-        raise GramianError("corpus, options: expected a PassageCorpus, and BuildOptions or None")
+    options, shared = BuildOptions() if options is None else options, SharedWork(grid)
     report = progress or (lambda stage, done, total: None)
-    refuse_training_mode(corpus.model)
-    with counted_parameters(corpus.model, options.only):
-        identity = {**corpus.digest(), "shape": list(corpus.tokens_NT.shape), "options": asdict(options)}
-        folder = IndexFolder.begin(out, identity)
-        if not folder.has(PASSAGES):
-            tensors = {"tokens": corpus.tokens_NT.int(), "targets": corpus.targets_NT.int()}
-            folder.facts |= {"corpus": dict(corpus.facts)}
-            folder.add(PASSAGES, folder.write_tensors(PASSAGES, tensors))
-        kfac = _factors(corpus, folder, options, report)
+    with ExitStack() as until_end:
+        with shared.together():
+            if not isinstance(corpus, PassageCorpus) or not isinstance(options, BuildOptions):
+                raise GramianError("corpus, options: expected a PassageCorpus, and BuildOptions or None")
+            refuse_training_mode(corpus.model)
+            until_end.enter_context(counted_parameters(corpus.model, options.only))
+            identity = {**corpus.digest(), "shape": list(corpus.tokens_NT.shape), "options": asdict(options)}
+        _refuse_differences(shared.all(identity))
+
+        def begin() -> dict[str, Any]:
+            until_end.enter_context(build_lock(out))
+            return _begun(corpus, out, identity).facts
+
+        folder = IndexFolder(Path(out), shared.first(begin))
+        kfac = _factors(corpus, folder, options, report, shared)
         if options.gradients is not None:
-            _gradients(corpus, folder, kfac, options, report)
-    folder.facts["complete"] = True
-    folder.write_facts()
+            _gradients(corpus, folder, kfac, options, report, shared)
+        folder.facts["complete"] = True
+        with shared.together():
+            if grid.rank == 0:
+                folder.write_facts()
     return folder
+
+
+def _begun(corpus: PassageCorpus, out: str | Path, identity: dict[str, Any]) -> IndexFolder:
+    """The folder of an index, with its passages."""
+    folder = IndexFolder.begin(out, identity)
+    if not folder.has(PASSAGES):
+        tensors = {"tokens": corpus.tokens_NT.int(), "targets": corpus.targets_NT.int()}
+        folder.facts |= {"corpus": dict(corpus.facts)}
+        folder.add(PASSAGES, folder.write_tensors(PASSAGES, tensors))
+    return folder
+
+
+def _refuse_differences(identities: list[dict[str, Any]]) -> None:
+    """Raise a GramianError if processes have different models, passages or options."""
+    for rank, other in enumerate(identities):
+        for name, value in identities[0].items():
+            if other[name] != value:
+                raise GramianError(
+                    f"corpus: process {rank} has other {name} than process 0; expected one model and text on all"
+                )
 
 
 def refuse_training_mode(model: nn.Module) -> None:
@@ -146,65 +188,94 @@ def counted_parameters(model: nn.Module, patterns: tuple[str, ...]) -> Iterator[
 
 
 def _factors(
-    corpus: PassageCorpus, folder: IndexFolder, options: BuildOptions, report: Progress
+    corpus: PassageCorpus, folder: IndexFolder, options: BuildOptions, report: Progress, shared: SharedWork
 ) -> KFACNaturalGradient:
-    """Load the factors of an index, or fit them to all passages and write them; damped relative to each block's mean."""
-    kfac = options.kfac(next(corpus.model.parameters()).dtype)
-    if folder.has(FACTORS):
+    """The factors of an index, fitted to all passages if they are not on disk; damped relative to each block's mean.
+
+    Every process reads them whole from the file, so that what follows needs no other process.
+    """
+    dtype = next(corpus.model.parameters()).dtype
+    if not shared.first(lambda: folder.has(FACTORS)):
+        _fit(corpus, folder, options, report, shared)
+    with shared.together():
+        kfac = options.kfac(dtype)
         kfac.load(str(folder.path / FACTORS), corpus.model)
-    else:
-        batches = _Batches(corpus, options.batch)
-        kfac.fit(
-            corpus.model,
-            batches,
-            options.fisher,
-            causal_shift=False,
-            progress=lambda stage, done: report(stage, done, len(batches)),
-        )
-        if kfac.dropped:
-            why = kfac.dropped[-1]["reason"]
-            raise GramianError(
-                f"passages: {why}; expected targets to predict, and a model whose loss is finite on them"
-            )
-        kfac.save(str(folder.path / FACTORS))
-        folder.add(FACTORS, FileRecord.of(folder.path / FACTORS))
-    folder.facts["damping"] = set_relative_damping(kfac, options.damping)
+        folder.facts["damping"] = set_relative_damping(kfac, options.damping)
     return kfac
 
 
-class _Batches:
-    """The passages as batches, read anew for every pass."""
+def _fit(
+    corpus: PassageCorpus, folder: IndexFolder, options: BuildOptions, report: Progress, shared: SharedWork
+) -> None:
+    """Fit the factors to all passages and write them, on the first process."""
+    kfac = options.kfac(next(corpus.model.parameters()).dtype, shared.grid)
+    starts, end = range(0, len(corpus), options.batch)[shared.grid.rank :: shared.grid.size], len(corpus)
+    kfac.fit(
+        corpus.model,
+        _Again(lambda: (corpus.passages(first, options.batch) for first in starts)),
+        options.fisher,
+        sample_ids=_Again(lambda: (torch.arange(first, min(first + options.batch, end)) for first in starts)),
+        causal_shift=False,
+        progress=lambda stage, done: report(stage, done, len(starts)),
+    )
+    if kfac.dropped:
+        why = kfac.dropped[-1]["reason"]
+        raise GramianError(f"passages: {why}; expected targets to predict, and a model whose loss is finite on them")
+    saved = kfac.state_dict()  # joins what each process has
 
-    def __init__(self, corpus: PassageCorpus, size: int) -> None:
-        self._corpus, self._size = corpus, size
+    def write() -> dict[str, Any]:
+        factor_file.write(saved, str(folder.path / FACTORS))
+        folder.add(FACTORS, FileRecord.of(folder.path / FACTORS))
+        return folder.facts
 
-    def __len__(self) -> int:
-        return -(-len(self._corpus) // self._size)
+    folder.facts = shared.first(write)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self._corpus.passages(first, self._size) for first in range(0, len(self._corpus), self._size))
+
+class _Again:
+    """An iterable that starts anew for every pass."""
+
+    def __init__(self, start: Callable[[], Iterator[Any]]) -> None:
+        self._start = start
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._start()
 
 
 # ---- compressed gradients --------------------------------------------------------------------------------------------
 
 
 def _gradients(
-    corpus: PassageCorpus, folder: IndexFolder, kfac: KFACNaturalGradient, options: BuildOptions, report: Progress
+    corpus: PassageCorpus,
+    folder: IndexFolder,
+    kfac: KFACNaturalGradient,
+    options: BuildOptions,
+    report: Progress,
+    shared: SharedWork,
 ) -> None:
-    """Compress and write the gradients of all shards that are not complete on disk."""
-    rank = sketch_rank(kfac, options, len(corpus))
+    """Compress and write the gradients of all shards that are not complete on disk, in rounds of one for each process."""
     names = [shard_name(number) for number in range(-(-len(corpus) // SHARD))]
-    folder.facts["rank"] = rank
-    missing = [number for number, name in enumerate(names) if not folder.has(name)]
+    with shared.together():
+        folder.facts["rank"] = sketch_rank(kfac, options, len(corpus))
+    missing = shared.first(lambda: [number for number, name in enumerate(names) if not folder.has(name)])
     if not missing:
         return
-    sketch = sketch_of(kfac, rank, options)
-    for number in missing:
-        first = number * SHARD
-        count = min(SHARD, len(corpus) - first)
-        stored = compressed(corpus, sketch, first, count, options.batch).bfloat16()
-        folder.add(names[number], folder.write_tensors(names[number], {"gradients": stored}))
-        report("gradients", number + 1, len(names))
+    with shared.together():
+        sketch = sketch_of(kfac, folder.facts["rank"], options)
+    for begin in range(0, len(missing), shared.grid.size):
+        numbers, written = missing[begin : begin + shared.grid.size], None
+        with shared.together():
+            if shared.grid.rank < len(numbers):
+                number = numbers[shared.grid.rank]
+                count = min(SHARD, len(corpus) - number * SHARD)
+                stored = compressed(corpus, sketch, number * SHARD, count, options.batch).bfloat16()
+                record = folder.write_tensors(names[number], {"gradients": stored})
+                written = [record.bytes, record.sha256]
+        for number, found in zip(numbers, shared.all(written), strict=False):
+            folder.facts["files"][names[number]] = found
+        with shared.together():
+            if shared.grid.rank == 0:
+                folder.write_facts()
+            report("gradients", numbers[-1] + 1, len(names))
 
 
 def sketch_rank(kfac: KFACNaturalGradient, options: BuildOptions, passages: int) -> int:

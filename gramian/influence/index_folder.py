@@ -6,12 +6,14 @@
 | passages.safetensors | tokens and targets of the passages, int32 [N, T] |
 | factors.safetensors | the Fisher's factors, as `KFACNaturalGradient.save` writes them |
 | gradients-00000.safetensors … | compressed gradients of consecutive passages, [passages of the shard, columns] |
+| .lock | empty; locked by a build as long as it runs |
 
 A build that was interrupted goes on after the last file that index.json names. Nothing is pickled.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from gramian.core.durable_files import TEMPORARY, FileRecord, replace_text, replacing
 from gramian.core.errors import GramianError
+from gramian.core.folder_lock import LOCK, FolderLock
 
 INDEX = "index.json"
 PASSAGES = "passages.safetensors"
@@ -53,7 +56,7 @@ class IndexFolder:
 
     @classmethod
     def begin(cls, path: str | Path, identity: Mapping[str, Any]) -> "IndexFolder":
-        """Make the folder of an index that belongs to `identity`, or open the one that an earlier build left.
+        """Begin an index that belongs to `identity` in a folder that `build_lock` made, or open what an earlier build left.
 
         Raises a GramianError if the folder has an index of another model, text or options, or other files.
         """
@@ -72,11 +75,7 @@ class IndexFolder:
                         f"out: {place} is an index of another {_differing(key, found.facts.get(key), value)}"
                     )
             return found
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-        except OSError as problem:
-            raise GramianError(f"out: {place}: {problem.strerror}; expected a folder that can be written") from None
-        if any(not file.name.startswith(TEMPORARY) for file in place.iterdir()):
+        if any(not file.name.startswith(TEMPORARY) and file.name != LOCK for file in place.iterdir()):
             raise GramianError(f"out: {place} is not empty; expected a new folder, or an index of this model and text")
         folder = cls(place, {"format": FORMAT, **identity, "files": {}, "complete": False})
         folder.write_facts()
@@ -132,6 +131,35 @@ class IndexFolder:
     def nbytes(self) -> int:
         """Bytes of all complete files."""
         return sum(size for size, _ in self.facts["files"].values())
+
+
+@contextmanager
+def build_lock(path: str | Path) -> Iterator[None]:
+    """Context manager: make the folder of an index and lock it, so that one build at a time writes there.
+
+    What this has made is removed at the end if no index was begun in it. A GramianError says that another build is running, or
+    why the folder cannot be written; a build that was killed leaves no lock.
+    """
+    place = Path(path)
+    try:
+        made = [one for one in (place / LOCK, place) if not one.exists()]
+        place.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(place)
+    except BlockingIOError:
+        raise GramianError(
+            f"out: {place} is being built by another process; expected another folder, or that one to end"
+        ) from None
+    except (OSError, ValueError) as problem:  # ValueError: of a name that holds a zero byte
+        why = getattr(problem, "strerror", problem)
+        raise GramianError(f"out: {place}: {why}; expected a folder that can be written") from None
+    try:
+        yield
+    finally:
+        if not (place / INDEX).exists():
+            for one in made:
+                with suppress(OSError):
+                    one.rmdir() if one.is_dir() else one.unlink()
+        lock.release()
 
 
 def shard_name(number: int) -> str:

@@ -8,6 +8,9 @@ score_i / N nats, N the number of tokens: below zero the passage helped the mode
 
 Exact scores need a forward and a backward of every passage, whatever the number of queries; compressed gradients need one
 product, and are random with a known relation to the exact scores (`gradient_sketch`).
+
+Several processes share the passages, or the shards of compressed gradients; every one of them computes the queries' natural
+gradients and has all scores at the end.
 """
 
 from collections.abc import Sequence
@@ -30,6 +33,8 @@ from gramian.influence.index_folder import FACTORS, PASSAGES, IndexFolder, shard
 from gramian.influence.passage_loss import nats_of, passage_losses
 from gramian.influence.relative_damping import set_relative_damping
 from gramian.influence.self_influence import SelfInfluence
+from gramian.parallel.process_grid import ONE_PROCESS, ProcessGrid
+from gramian.parallel.shared_work import SharedWork
 from gramian.taps import Capture
 
 SOURCES = ("auto", "gradients", "passages")
@@ -79,25 +84,29 @@ class Index:
     ```
     """
 
-    def __init__(self, corpus: PassageCorpus, path: str | Path) -> None:
+    def __init__(self, corpus: PassageCorpus, path: str | Path, grid: ProcessGrid = ONE_PROCESS) -> None:
         """Open the index of a folder; a GramianError if it is not complete, damaged, or of another model or text.
 
-        Reads every weight and every file of the index but the gradients once.
+        Reads every weight and every file of the index but the gradients once. With a `grid` of several processes, everything
+        that is asked of the index is collective: all ask the same, share the passages, and get all scores.
         """
-        self.folder, self.corpus = IndexFolder.open(path), corpus
-        self.options = options_of(self.folder)
-        refuse_training_mode(corpus.model)
-        with counted_parameters(corpus.model, self.options.only):
-            refuse_other_corpus(self.folder, corpus)
-            self.kfac = factors_of(self.folder, corpus, self.options)
+        self.corpus, self.shared = corpus, SharedWork(grid)
+        with self.shared.together():
+            self.folder = IndexFolder.open(path)
+            self.options = options_of(self.folder)
+            refuse_training_mode(corpus.model)
+            with counted_parameters(corpus.model, self.options.only):
+                refuse_other_corpus(self.folder, corpus)
+                self.kfac = factors_of(self.folder, corpus, self.options)
 
     def ask(self, queries: Sequence[Query]) -> "Asked":
         """Compute the natural gradient of every query, once for all that is asked of them."""
-        if not queries:
-            raise GramianError("queries: none given; expected at least one")
-        if isinstance(queries, str) or not all(isinstance(query, Query) for query in queries):
-            raise GramianError("queries: expected a list of Query(prompt, completion)")
-        return Asked(self, queries)
+        with self.shared.together():
+            if not queries:
+                raise GramianError("queries: none given; expected at least one")
+            if isinstance(queries, str) or not all(isinstance(query, Query) for query in queries):
+                raise GramianError("queries: expected a list of Query(prompt, completion)")
+            return Asked(self, queries)
 
 
 class Asked:
@@ -155,7 +164,16 @@ class Asked:
         )
 
     def _captured(self, statistics: list[Any], passages: Sequence[int], report: Progress) -> list[Tensor]:
-        """Results of statistics over the backwards of passages."""
+        """Results of statistics over the backwards of passages, those of each process together."""
+        shared = self._index.shared
+        with shared.together():
+            found = self._captured_here(statistics, shared.part(passages), report)
+        return [shared.gather(rows) for rows in found]
+
+    def _captured_here(self, statistics: list[Any], passages: Sequence[int], report: Progress) -> list[Tensor]:
+        """Results of statistics over the backwards of the passages of this process; empty if it has none."""
+        if not passages:
+            return [torch.zeros(0) for _ in statistics]
         corpus, batch = self._index.corpus, self._index.options.batch
         runs = _runs(passages)
         total, done = sum(-(-count // batch) for _, count in runs), 0
@@ -171,17 +189,18 @@ class Asked:
 
     def _from_gradients(self, report: Progress) -> Tensor:
         """−⟨z_q, z_i⟩ [Q, N] of all shards' compressed gradients."""
-        folder, device = self._index.folder, self._index.corpus.device
-        sketch = sketch_of(self._index.kfac, folder.facts["rank"], self._index.options)
-        naturals = [{n: d_Q[q] for n, d_Q in self._influence.directions.items()} for q in range(len(self.queries))]
-        z_QK = torch.stack([sketch.of_query(natural) for natural in naturals])
-        names = [name for name in folder.facts["files"] if name.startswith("gradients-")]
-        scores = []
-        for number in range(len(names)):
-            stored_NK = folder.read_tensors(shard_name(number), device)["gradients"]
-            scores.append(-(z_QK @ stored_NK.to(z_QK).mT))
-            report("scores", number + 1, len(names))
-        return torch.cat(scores, dim=1).cpu()
+        folder, device, shared = self._index.folder, self._index.corpus.device, self._index.shared
+        shards = sum(name.startswith("gradients-") for name in folder.facts["files"])
+        with shared.together():
+            sketch = sketch_of(self._index.kfac, folder.facts["rank"], self._index.options)
+            naturals = [{n: d_Q[q] for n, d_Q in self._influence.directions.items()} for q in range(len(self.queries))]
+            z_QK = torch.stack([sketch.of_query(natural) for natural in naturals])
+            scores = [z_QK.new_zeros(0, len(z_QK))]
+            for done, number in enumerate(mine := shared.part(range(shards)), start=1):
+                stored_NK = folder.read_tensors(shard_name(number), device)["gradients"]
+                scores.append(-(stored_NK.to(z_QK) @ z_QK.mT))
+                report("scores", done, len(mine))
+        return shared.gather(torch.cat(scores)).mT.cpu().contiguous()
 
 
 def options_of(folder: IndexFolder) -> BuildOptions:

@@ -155,6 +155,9 @@ class ProcessGrid:
         return bytes(t.cpu().tolist())
 
 
+ONE_PROCESS = ProcessGrid()
+
+
 def ddp_wrapper(model: nn.Module) -> DistributedDataParallel | None:
     """The DDP module around a model, also inside torch.compile's wrappers; None if there is none."""
     inner: nn.Module | None = model

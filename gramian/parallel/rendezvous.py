@@ -43,6 +43,8 @@ class Rendezvous:
     """Process group of the collective; None: the default one."""
     name: str
     """Name of the rendezvous: the same on all processes, and never used twice."""
+    patience: timedelta = PATIENCE
+    """How long a process waits for the others."""
 
     def wait_for_all(self, before: "Rendezvous | None" = None) -> str:
         """Join, and wait until all other ranks have joined or one has declined.
@@ -54,7 +56,7 @@ class Rendezvous:
             "" if all joined, else "process R: reason" of the first that declined.
 
         Raises:
-            GramianError: if the other ranks do not join within `PATIENCE`.
+            GramianError: if the other ranks do not join within `patience`.
         """
         store, size = self._store(), dist.get_world_size(self.group)
         if store.add("here", 1) == size:
@@ -62,11 +64,11 @@ class Rendezvous:
             if before is not None:
                 before._forget()
         try:
-            store.wait(["word"], PATIENCE)
+            store.wait(["word"], self.patience)
         except RuntimeError:  # torch.distributed.DistStoreError is one
             here = store.add("here", 0)
             raise GramianError(
-                f"process_group: {here} of {size} processes came to {self.name} within {PATIENCE}; expected all of them"
+                f"process_group: {here} of {size} processes came to {self.name} within {self.patience}; expected all of them"
             ) from None
         message: str = store.get("word").decode()
         return "" if message == ALL_HERE else message

@@ -82,19 +82,24 @@ def state_dict(state: CurvatureState, gather: bool = True) -> dict[str, Any]:
 
 
 def save(state: CurvatureState, path: str) -> None:
-    """Write a state into one safetensors file, with everything that is not a tensor as JSON in its header.
+    """Write a state into one safetensors file. Collective where rows are sharded; then each process writes the file."""
+    write(state_dict(state), path)
 
-    A GramianError is raised if the file cannot be written. Collective where rows are sharded.
+
+def write(saved: Mapping[str, Any], path: str) -> None:
+    """Write a value of `state_dict` into one safetensors file, with everything that is not a tensor as JSON in its header.
+
+    A GramianError is raised if the file cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    entries = state_dict(state)
-    tensors: dict[str, Tensor] = {"generator": entries.pop("generator")}
-    for number, parts in entries["factors"].items():
-        for name in [name for name, value in parts.items() if isinstance(value, Tensor)]:
-            tensors[f"{number}.{name}"] = parts.pop(name).contiguous()
-    header = json.dumps(entries)
+    tensors: dict[str, Tensor] = {"generator": saved["generator"]}
+    factors: dict[str, dict[str, Any]] = {}
+    for number, parts in saved["factors"].items():
+        factors[number] = {name: value for name, value in parts.items() if not isinstance(value, Tensor)}
+        tensors |= {f"{number}.{name}": t.contiguous() for name, t in parts.items() if isinstance(t, Tensor)}
+    header = json.dumps({**{name: value for name, value in saved.items() if name != "generator"}, "factors": factors})
     tensors = {name: t.cpu().clone() for name, t in tensors.items()}
     try:
         with replacing(Path(path)) as temporary:

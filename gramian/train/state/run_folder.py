@@ -4,12 +4,10 @@ It has `config.toml` (resolved), `record.json`, `metrics.jsonl`, `events.jsonl`,
 """
 
 import contextlib
-import fcntl
 import json
 import math
 import os
 import threading
-import weakref
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any, Self
 
 from gramian.core.durable_files import replace_text
 from gramian.core.errors import GramianError
+from gramian.core.folder_lock import LOCK, FolderLock
 from gramian.train.config.config import RUN_ONLY, Config, load_config
 
 
@@ -30,7 +29,7 @@ class RunFolder:
 
     def __init__(self, config: Config) -> None:
         self.config, self.path = config, Path(config.run.folder)
-        self._lock: int | None = None
+        self._lock: FolderLock | None = None
         self._created: list[Path] = []
 
     def __enter__(self) -> Self:
@@ -39,24 +38,17 @@ class RunFolder:
         Raises `GramianError` if it is in use, has a run of another config, or cannot be written; nothing is overwritten.
         """
         try:
-            paths = (self.path / "config.toml", self.path / ".lock", self.path, *self.path.parents)
+            paths = (self.path / "config.toml", self.path / LOCK, self.path, *self.path.parents)
             self._created = [path for path in paths if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+            self._lock = FolderLock(self.path)
+        except BlockingIOError:
+            raise GramianError(
+                f"run.folder: {self.path} is in use by another run; expected another folder, or that one to end"
+            ) from None
         except OSError as problem:
             raise GramianError(
                 f"run.folder: {self.path} cannot be written ({problem.strerror}); expected a folder"
-            ) from None
-        mine = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _leave(mine()))  # data workers outlive a killed run for some seconds
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(self._lock), os.stat(self.path / ".lock")):
-                raise BlockingIOError  # discarded by the run that held it
-        except OSError:
-            self._leave()
-            raise GramianError(
-                f"run.folder: {self.path} is in use by another run; expected another folder, or that one to end"
             ) from None
         try:
             self._check()
@@ -79,7 +71,7 @@ class RunFolder:
 
     def _leave(self) -> None:
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.release()
             self._lock = None
 
     def _check(self) -> None:
@@ -113,11 +105,6 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """Path of the run's folder of checkpoints."""
         return self.path / "checkpoints"
-
-
-def _leave(folder: RunFolder | None) -> None:
-    if folder is not None:
-        folder._leave()
 
 
 def difference(before: Config, now: Config) -> str:
