@@ -211,6 +211,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="the problem's file or folder")
     parser.add_argument("--tune", nargs="*", default=[], help="optimizers to tune")
     parser.add_argument("--seeds", type=int, default=0, help="how many seeds of the best trial of each tuned optimizer")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--of", nargs="*", help="optimizers whose best trial runs on more seeds (default: all)")
     parser.add_argument("--shorter", nargs="*", default=[], metavar="NAME:STEPS", help="also the best with fewer steps")
     parser.add_argument(
         "--beside", metavar="NAME", help="other runs share the GPU: write to results/NAME.json, no seconds"
@@ -245,16 +247,17 @@ def main() -> None:
         for trial in grid[name]:
             go(trial, tuning=True)
     best = {name: found for name in grid if (found := _best(rows, problem, name))}
-    for seed in range(options.seeds):
-        for trial in best.values():
-            go(replace(trial, seed=seed))
+    for seed in range(options.first_seed, options.seeds):
+        for name in best if options.of is None else options.of:
+            go(replace(best[name], seed=seed))
     for name, _, steps in (one.partition(":") for one in options.shorter):
-        for seed in range(max(1, options.seeds)):
+        for seed in range(options.first_seed, max(1, options.seeds)):
             go(replace(best[name], steps=int(steps), seed=seed))
     for name, trial in best.items():
         same = [row for row in rows if _key({**row, "seed": 0}) == _key(asdict(trial))]
         losses = [round(row["loss"], 4) for row in same]
-        print(name, trial, f"{statistics.mean(losses):.4f}", losses, [row["seconds"] for row in same])
+        if losses:
+            print(name, trial, f"{statistics.mean(losses):.4f}", losses, [row["seconds"] for row in same])
     print(problem.facts)
 
 
