@@ -4,15 +4,20 @@ A byte-level GPT of 2 layers of width 32 is trained on passages of the embedded 
 method predicts the loss of a query under a half as the sum of its passages' scores; the LDS is the rank correlation of truth
 and prediction over halves, averaged over queries. "kronfluence" is the package, with the empirical Fisher and damping of 0.1 of
 the mean eigenvalue, as here; "random projection" is TRAK's estimator (projected gradients, inverse of their second moment) on
-the same gradients. All methods see the linear layers of the blocks alone. Runs on a CPU; without kronfluence that row is left
-out.
+the same gradients. "bergson" is the package, by its collectors: EK-FAC with drawn labels, and gradients projected to 16 × 16 in
+each layer with the inverse of their second moment, as its `trackstar` has it (there with unit norms). All methods see the
+linear layers of the blocks alone. Runs on a CPU; rows of packages that are not installed are left out.
 """
 
 import argparse
+import copy
 import json
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -100,6 +105,15 @@ def main() -> None:
     for name, score in (("gradient product", _products), ("random projection, 512", _projected)):
         begun = time.perf_counter()
         note(name, score(model, tokens, targets, query_tokens, query_targets), time.perf_counter() - begun)
+    products = _products(model, tokens, targets, query_tokens, query_targets)
+    for name, values, built, asked in _bergson(model, tokens, targets, query_tokens, query_targets):
+        if name == "product of gradients":  # the same definition as above
+            off = float((values + products).norm() / products.norm())
+            result["bergson"] = {"relative_difference": off}
+            print(name, off)
+            continue
+        note(f"bergson, {name}", -values, built + asked)
+        result[f"bergson, {name}"] |= {"seconds_to_build": built, "seconds_to_query": asked}
     peer = _kronfluence(model, tokens, targets, query_tokens, query_targets)
     if peer is not None:
         values, seconds = peer
@@ -191,6 +205,97 @@ def _kronfluence(model: nn.Module, x: Tensor, y: Tensor, qx: Tensor, qy: Tensor)
         p.requires_grad_(kept.get(name, True))
     found: Tensor = analyzer.load_pairwise_scores("s")["all_modules"]
     return found, seconds
+
+
+class _Causal(nn.Module):
+    """A GPT as bergson calls it: passages with their last target, T + 1 tokens, `.logits` that it shifts, `.device`.
+
+    The position table has a row more. Nothing before the last position depends on it, and its logits are not used.
+    """
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.model = copy.deepcopy(model)
+        self.model.config = replace(model.config, context=LENGTH + 1)
+        rows = model.position_embedding.weight.detach()
+        self.model.position_embedding = nn.Embedding.from_pretrained(torch.cat([rows, rows[:1]]))
+
+    base_model = property(lambda self: self)
+    device = property(lambda self: torch.device("cpu"))
+    dtype = property(lambda self: torch.float32)
+
+    def forward(self, x_BT: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.model(x_BT))
+
+
+def _bergson(model: GPT, x: Tensor, y: Tensor, qx: Tensor, qy: Tensor) -> Iterator[tuple[str, Tensor, float, float]]:
+    """(method, products [Q, N], seconds to build, seconds to query) of the package; nothing where it is not installed."""
+    try:
+        import bergson
+        from bergson.config.config import HessianConfig, InversionConfig
+        from bergson.hessians.hessian_approximations import fit_factored_hessians
+        from bergson.hessians.preconditioner import DensePreconditioner, load_preconditioner
+        from datasets import Dataset
+        from datasets.table import InMemoryTable
+    except ImportError:
+        return
+    causal = _Causal(model)
+    modules = {f"model.{name}" for name in _layers(model)}
+    damping = InversionConfig(damping_factor=0.1)
+
+    def opened(tokens: Tensor, targets: Tensor, width: int) -> tuple[Any, Any, list[list[int]]]:
+        rows = torch.cat([tokens, targets[:, -1:].clamp(min=0)], 1).tolist()  # a target that does not count is below 0
+        labels = torch.cat([tokens[:, :1], targets], 1).tolist()
+        table = InMemoryTable.from_pydict({"input_ids": rows, "labels": labels, "length": [LENGTH + 1] * len(rows)})
+        folder = Path(tempfile.mkdtemp()) / "run"
+        config = bergson.IndexConfig(run_path=str(folder), projection_dim=width, include_bias=True)
+        config.partial_run_path.mkdir(parents=True)
+        batches = [list(range(i, min(i + 32, len(rows)))) for i in range(0, len(rows), 32)]
+        return Dataset(table, fingerprint="rows"), config, batches
+
+    def collected(tokens: Tensor, targets: Tensor, width: int, moments: bool = False) -> tuple[dict[str, Tensor], Any]:
+        data, config, batches = opened(tokens, targets, width)
+        processor = bergson.GradientProcessor(projection_dim=width, include_bias=True)
+        collector = bergson.InMemoryCollector(
+            model=causal, cfg=config, data=data, processor=processor, target_modules=modules, skip_hessians=not moments
+        )
+        computer = bergson.CollectorComputer(model=causal, data=data, collector=collector, batches=batches, cfg=config)
+        computer.run_with_collector_hooks()
+        return {name: g.float() for name, g in collector.gradients.items()}, processor
+
+    def products(left: dict[str, Tensor], right: dict[str, Tensor]) -> Tensor:
+        return torch.stack([left[name] @ g.mT for name, g in right.items()]).sum(0)
+
+    def unit(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        norm = torch.cat([*gradients.values()], 1).norm(dim=1, keepdim=True)
+        return {name: g / norm for name, g in gradients.items()}
+
+    times = [time.perf_counter()]
+    samples, _ = collected(x, y, 0)
+    data, config, batches = opened(x, y, 0)
+    hessian = HessianConfig(method="kfac", ev_correction=True)
+    fit_factored_hessians(
+        causal, data, config, hessian, target_modules=modules, attention_cfgs={}, batches=batches,
+        path=str(config.partial_run_path), do_eigendecomposition=True,
+    )  # fmt: skip
+    times.append(time.perf_counter())
+    asked, _ = collected(qx, qy, 0)
+    inverse = load_preconditioner(str(config.partial_run_path), inversion_cfg=damping, ev_correction=True)
+    found = products(inverse.apply(asked), samples)
+    times.append(time.perf_counter())
+    yield "EK-FAC, mc", found, times[1] - times[0], times[2] - times[1]
+    yield "product of gradients", products(asked, samples), 0.0, 0.0
+    for name, power in (("projected, inverse", -1.0), ("projected, trackstar", -0.5)):
+        times = [time.perf_counter()]
+        samples, processor = collected(x, y, 16, moments=True)
+        inverse = DensePreconditioner.from_processor(processor, inversion_cfg=damping, power=power)
+        if power == -0.5:
+            samples = unit(inverse.apply(samples))
+        times.append(time.perf_counter())
+        asked = inverse.apply(collected(qx, qy, 16)[0])
+        found = products(unit(asked) if power == -0.5 else asked, samples)
+        times.append(time.perf_counter())
+        yield name, found, times[1] - times[0], times[2] - times[1]
 
 
 if __name__ == "__main__":

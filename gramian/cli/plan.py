@@ -209,29 +209,11 @@ def _private(needs: Needs, place: _Place) -> list[str]:
 
 def _curvature(config: Config, vocabulary: int, place: _Place, processes: int) -> CurvaturePlan:
     """Plan the memory of a run's curvature on each of `processes` processes."""
-    import torch
-
-    from gramian.models.huggingface import open_model_folder
-    from gramian.train.build.build_model import build_model
-    from gramian.train.build.build_optimizer import build_curvature
+    from gramian.train.build.memory_needs import plan_run_curvature
     from gramian.train.loop.precision import Precision
 
     numbers = Precision(place.precision(config), place.device)
-    with torch.device("meta"):
-        if config.model.kind == "huggingface":
-            with open_model_folder(str(config.model.path), "model.path") as (shape, causal):
-                model = causal.from_config(shape)
-        else:
-            model = build_model(config, vocabulary)
-    kfac = build_curvature(config, model)
-    assert kfac is not None
-    return kfac.plan(
-        model.to(numbers.weights),
-        tokens=config.data.batch * config.data.length,
-        activations=numbers.activations,
-        device=place.device,
-        world_size=processes,
-    )
+    return plan_run_curvature(config, vocabulary, numbers, place.device, processes)
 
 
 def _table(decision: Decision) -> RenderableType:

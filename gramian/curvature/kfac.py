@@ -357,6 +357,7 @@ class KFACNaturalGradient(SavedFactors, FisherSpectrum):
         free: int | None = None,
         world_size: int = 1,
         fit: bool = False,
+        operators: str | None = None,
     ) -> CurvaturePlan:
         """Memory that a refresh and its use will need, from shapes alone: bytes per layer, stage and device.
 
@@ -374,14 +375,14 @@ class KFACNaturalGradient(SavedFactors, FisherSpectrum):
             free: bytes free there, from which "auto" storage and eigendecompositions choose GPU or CPU; None: no limit.
             world_size: number of processes that share the tokens; bytes are those of one process.
             fit: whether the factors come from `fit`, which with `ekfac` stores no tokens; a memory_budget implies it.
+            operators: kept by an optimizer: "inverse" by `gramian.precondition`, "root" by `optim.KFAC`; None: none.
 
         Returns:
             The plan: `.rows` (one per block), `.total(device)` (peak bytes); `str()` is a table.
         """
         check_number("power", power)
-        root = module_of(model)
         return plan_curvature(
-            root,
+            root := module_of(model),
             self.options,
             tokens,
             inputs=inputs,
@@ -395,4 +396,5 @@ class KFACNaturalGradient(SavedFactors, FisherSpectrum):
             world_size=world_size,
             only=self.state.only,
             fit=fit,
+            operators=operators,
         )

@@ -82,8 +82,10 @@ class CurvatureState:
     padding: dict[str, list[float]] = field(default_factory=dict)
     """{layer: [tokens counted, loss terms]} of the last refresh, for layers whose sums contain tokens without a loss term."""
     loss_coefficient: float | None = None
-    """Measured coefficient of one loss term divided by that of the capture's arguments; None: no difference was found."""
+    """Measured coefficient of one loss term divided by that of the arguments of capture or correct; None: no difference."""
     coefficient_checked: bool = False
+    correction_checked: bool = False
+    """The same of the arguments of `correct`, which may differ."""
     softmax_checked: bool = False
     separate_processes_logged: bool = False
     without_curvature: set[str] = field(default_factory=set)

@@ -16,14 +16,14 @@ from torch.optim.adamw import adamw
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block_specs import Spec, find_blocks
 from gramian.curvature.blocks.consistency import check_number, unique_parameters
-from gramian.curvature.blocks.output_head import known_head
+from gramian.curvature.blocks.output_head import compiled_head, known_head, warn_unknown_head
 from gramian.curvature.estimate.kfac_capture import IdleCapture, KFACCapture
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.persist import curvature_record
 from gramian.kernels.matrix_steps import nesterov_averages, scaled_steps
 from gramian.linalg.factors.factor import fetch_bounds
 from gramian.optim.whitened_steps import MatrixGroup, WhitenedSteps, lambdas
-from gramian.taps.model.user_names import unwrap
+from gramian.taps.model.user_names import is_compiled, unwrap
 
 MATRIX_RATE = 4.0
 """Learning rate of weight matrices over `lr`, that of everything else."""
@@ -112,6 +112,8 @@ class KFAC(Optimizer):
         self._steps = WhitenedSteps(damping)
         self._chosen_for: tuple[str | None, set[str]] | None = None
         """(output layer, names of the parameters that may take whitened steps) for which layers were chosen."""
+        self._head_sought = False
+        """True once it was looked whether a compiled model hides its output layer."""
         if not any(p.requires_grad for p in model.parameters()):
             raise GramianError("model: has no trained parameter; expected at least one with requires_grad=True")
         given = [p for p in model.parameters() if p.requires_grad] if params is None else _listed(params)
@@ -245,10 +247,15 @@ class KFAC(Optimizer):
         state, root = self.kfac.state, unwrap(self._model)
         trained = [p for group in self.param_groups if group["kfac"] for p in group["params"] if p.requires_grad]
         wanted = {self._names[id(p)] for p in trained}
-        if self._chosen_for == (self.kfac.head, wanted):  # the model is not walked at every step
+        head = self.kfac.head or (None if self._chosen_for is None else self._chosen_for[0])
+        if self._chosen_for == (head, wanted):  # the model is not walked at every step
+            if head is None and self.kfac.refreshes and not self._head_sought:
+                self._head_sought = True
+                if any(is_compiled(module) for module in self._model.modules()):
+                    warn_unknown_head([layer for s in state.specs.values() for layer in s.layers], root)
             return
-        self._chosen_for = (self.kfac.head, wanted)
-        head = self.kfac.head or known_head(root, None)
+        head = head or known_head(root, None) or compiled_head(self._model)
+        self._chosen_for = (head, wanted)
         specs = {n: s for n, s in find_blocks(root, self.kfac.options).items() if s.parameters[0] in wanted}
         hidden = {n: s for n, s in specs.items() if s.kind == "kronecker" and not s.tables}
         if len(hidden) > 1:

@@ -179,7 +179,7 @@ def _parts(needs: Needs, gpus: int, layout: Layout) -> dict[str, int]:
     parts = {
         "weights": ceil(needs.weights / shards),
         "gradients": needs.weights if accumulates else ceil(needs.weights / shards),
-        "optimizer": ceil(needs.states * needs.weights / shards),
+        "optimizer": ceil(needs.state / shards),
         "activations": activations.kept,
         "casts of weights": activations.casts,
         "loss": activations.loss,
@@ -218,10 +218,11 @@ def _arithmetic(needs: Needs, gpus: int) -> dict[str, str]:
     if activations.working > logits:
         what = "segment" if segment else "block"
         working = f"backward of a {what}, less the loss: {batch} × {activations.working // tokens:,} B"
+    less = f" − {needs.whitened:,} × {w} B" if needs.whitened else ""
     found = {
         "weights": f"{shape.parameters:,} × {w} B",
         "gradients": f"{shape.parameters:,} × {w} B",
-        "optimizer": f"{shape.parameters:,} × {needs.states} × {w} B",
+        "optimizer": f"{shape.parameters:,} × {needs.states} × {w} B" + less,
         "activations": stored,
         "casts of weights": f"{activations.casts // e:,} × {e} B",
         "loss": f"{batch} × ({shape.vocabulary:,} × {w} B + {activations.loss // tokens - shape.vocabulary * w:,} B)",

@@ -6,7 +6,7 @@ computed one (bf16 and fp16: 2, else w):
 | part | bytes |
 |---|---|
 | weights, gradients | P·w each |
-| optimizer | AdamW and at most K-FAC 2·P·w; SGD P·w with momentum, else 0 |
+| optimizer | AdamW 2·P·w; K-FAC w less for each entry of a whitened matrix; SGD P·w with momentum, else 0 |
 | casts | autocast's copies of matrices, kept from their forward to their backward: e per element |
 
 What a micro-batch of B windows (sequences) of T tokens stores for the backward, per token; D width, A width of all queries, K
@@ -193,6 +193,8 @@ class Needs:
     optimizer: Literal["adamw", "sgd", "kfac"] = "adamw"
     momentum: bool = False
     """True for SGD with momentum."""
+    whitened: int = 0
+    """Number of parameters that have one number of optimizer state and not two: weight matrices that K-FAC whitens."""
     isolated: bool = False
     """True if a mask [B, T, T] hides the packed documents of a window from each other."""
     device: Literal["cuda", "cpu"] = "cuda"
@@ -214,6 +216,11 @@ class Needs:
     def states(self) -> int:
         """Number of values that the optimizer stores per parameter."""
         return optimizer_states(self.optimizer, self.momentum)
+
+    @property
+    def state(self) -> int:
+        """Bytes of the optimizer's state, its operators left out."""
+        return (self.states * self.shape.parameters - self.whitened) * self.stored
 
     @property
     def weights(self) -> int:

@@ -101,24 +101,12 @@ def _memory(run: RunData, config: Config) -> Mapping[str, Any] | None:
 def _curvature(run: RunData, config: Config) -> Mapping[str, Any] | None:
     if not config.has_curvature or config.model.kind == "huggingface":
         return None
-    import torch
-
-    from gramian.train.build.build_model import build_model
-    from gramian.train.build.build_optimizer import build_curvature
+    from gramian.train.build.memory_needs import plan_run_curvature
     from gramian.train.loop.precision import Precision
 
     numbers = Precision(run.record["precision"], _device(run))
-    with torch.device("meta"):
-        model = build_model(config, int(run.record["vocabulary"]))
-    kfac = build_curvature(config, model)
-    assert kfac is not None
-    plan = kfac.plan(
-        model.to(numbers.weights),
-        tokens=config.data.batch * config.data.length,
-        activations=numbers.activations,
-        device=_device(run),
-        world_size=int(run.record["processes"]),
-    )
+    vocabulary, processes = int(run.record["vocabulary"]), int(run.record["processes"])
+    plan = plan_run_curvature(config, vocabulary, numbers, _device(run), processes)
     return cast("Mapping[str, Any]", plan.grouped_table().facts())
 
 

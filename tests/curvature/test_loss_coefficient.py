@@ -134,3 +134,58 @@ def test_two_classes_and_uniform_predictions_tell_nothing() -> None:
     y = F.one_hot(torch.arange(8) % 5, 5).double()
     assert seen_coefficient(flat, (flat - y) / 2) is None
     assert seen_coefficient(flat[:0], flat[:0]) is None
+
+
+# ---- the second pass of EK-FAC, whose arguments are its own ----------------------------------------------------------
+
+
+def corrected(loss: Loss, times: int = 1, **options: Any) -> gramian.KFACNaturalGradient:
+    """Factors of a loss as stated, then eigenvalues of another one under the same arguments."""
+    kfac, model, (x, y) = make(damping_mode="joint", ekfac=True, **options), net(), words()
+    with kfac.capture(model, num_terms=y.numel(), correct=False):
+        loss_of(model, (x, y)).backward()
+    for _ in range(times):
+        with kfac.correct(model, num_terms=y.numel()):
+            loss(model(x).flatten(0, 1), y.flatten()).backward()
+    return kfac
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("scale", [1 / ACCUM, 3.0])
+def test_a_second_pass_with_another_coefficient_than_stated_is_told(
+    scale: float, exact: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By what the eigenvalues are off: the warning's number is their ratio to those of the loss as it was stated."""
+    with caplog.at_level(logging.WARNING):
+        wrong = corrected(divided(scale), times=2, kfac_true_fisher_head=exact)
+    (line,) = [record.getMessage() for record in caplog.records if "loss_reduction" in record.getMessage()]
+    assert line.startswith(f"loss_reduction: one loss term has {scale:.4g} times the coefficient")
+    assert f"every eigenvalue of EK-FAC is {scale**2:.4g} times what it is" in line
+    assert wrong.record()["loss_coefficient"] == pytest.approx(scale, rel=1e-3)
+    right = corrected(divided(), kfac_true_fisher_head=exact)
+    assert right.record()["loss_coefficient"] is None
+    for name, block in right.kfac_factors.items():
+        if block.correction is not None and not (exact and name == right.head):
+            there = wrong.kfac_factors[name].correction
+            assert there is not None
+            torch.testing.assert_close(there.values_RS, scale**2 * block.correction.values_RS, rtol=1e-3, atol=1e-7)
+
+
+def test_strict_refuses_such_a_second_pass_and_keeps_the_blocks() -> None:
+    kfac, model, (x, y) = make(damping_mode="joint", ekfac=True, strict=True), net(), words()
+    with kfac.capture(model, num_terms=y.numel(), correct=False):
+        loss_of(model, (x, y)).backward()
+    before = dict(kfac.kfac_factors)
+    with (
+        refusal("^loss_reduction: one loss term has 0.5 times .*every eigenvalue.* .strict=True."),
+        kfac.correct(model, num_terms=y.numel()),
+    ):
+        (loss_of(model, (x, y)) / 2).backward()
+    assert dict(kfac.kfac_factors) == before and all(block.correction is None for block in before.values())
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_second_passes_of_other_losses_are_not_accused(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert corrected(RIGHT[kind]).record()["loss_coefficient"] is None
+    assert "loss_reduction" not in caplog.text

@@ -12,7 +12,8 @@ from gramian.curvature.blocks.eigenvalue_correction import Basis
 from gramian.curvature.estimate.eigenbasis_sums import EigenbasisSums, EKFACUse, HeadTokens, sample_weights
 from gramian.curvature.estimate.kronecker_sums import head_tokens
 from gramian.curvature.estimate.likelihood import Likelihood, Softmax
-from gramian.curvature.estimate.refresh_pass import SumsOfOneCapture
+from gramian.curvature.estimate.loss_checks import CoefficientCheck
+from gramian.curvature.estimate.refresh_pass import RefreshPass, SumsOfOneCapture
 from gramian.curvature.estimate.token_moments import StoragePolicy
 from gramian.curvature.estimate.token_selection import TokenSelection
 from gramian.linalg.wide import pieces
@@ -36,7 +37,8 @@ class EigenvalueSums(SumsOfOneCapture):
     likelihood: Likelihood = Softmax()
     """The distribution that the outputs of an exact head stand for."""
     seed: int = 0
-    coefficient: float | None = None
+    coefficient: CoefficientCheck = field(default_factory=CoefficientCheck)
+    """Whether loss terms have the coefficient that the arguments of the pass give."""
     needs: Needs = "layer"
     per_sample: bool = False
     selection: TokenSelection = field(default_factory=lambda: TokenSelection(0))
@@ -51,6 +53,8 @@ class EigenvalueSums(SumsOfOneCapture):
 
     def update(self, sums: dict[str, EigenbasisSums], record: LayerRecord) -> None:
         """Take the tokens of one layer call (`record`); those of an exact head are added at once."""
+        if record.layer == self.head and self.coefficient.due:
+            self._check_coefficient(record)
         spec = self._by_layer.get(record.layer)
         if spec is None or spec.parameters[0] not in record.gradients:
             return
@@ -73,6 +77,13 @@ class EigenvalueSums(SumsOfOneCapture):
     def count(self, sums: dict[str, EigenbasisSums], samples: int) -> None:
         """End a pass: forget which tokens were chosen in it; `samples` is not used."""
         self.selection.end_pass()
+
+    def _check_coefficient(self, record: LayerRecord) -> None:
+        info, sides = record.info, record.sides()
+        assert isinstance(info, RefreshPass)
+        chosen = self.selection.choose(sides, info, record.layer, StoragePolicy())
+        gradients = chosen.tokens(sides.gradients_BTO, True, info.scale, inverse=True)
+        self.coefficient.compare(sides, chosen, gradients, info, self.likelihood)
 
     def _add_head(self, sums: EigenbasisSums, sides: Sides, record: LayerRecord) -> None:
         """Add the tokens of an exact head, some at a time, because the Hessian of each has as many entries as outputs."""

@@ -18,7 +18,7 @@ from gramian.curvature.blocks.block_specs import Spec
 from gramian.curvature.estimate.eigenbasis_sums import EKFACUse, HeadTokens
 from gramian.curvature.estimate.ekfac_sums import EKFACSamples
 from gramian.curvature.estimate.likelihood import Likelihood, Softmax
-from gramian.curvature.estimate.loss_checks import MOST_TOKENS, check_softmax, stated_coefficient_error
+from gramian.curvature.estimate.loss_checks import CoefficientCheck, check_softmax
 from gramian.curvature.estimate.refresh_pass import RefreshPass, SumsOfOneCapture
 from gramian.curvature.estimate.token_moments import Products, StoragePolicy, TokenMoment, Tokens
 from gramian.curvature.estimate.token_selection import ChosenTokens, TokenSelection
@@ -73,10 +73,8 @@ class KroneckerSums(SumsOfOneCapture):
     """Returns the name of the head; called once, in the first backward, if it was not known before."""
     check_softmax: bool = True
     """True while it is still to be checked that the loss at an exact head is softmax cross entropy."""
-    check_coefficient: bool = True
-    """True while it is still to be checked that loss terms have the coefficient that the capture's arguments give."""
-    coefficient: float | None = None
-    """Measured coefficient of one loss term divided by that of the capture's arguments; None: equal or not measured."""
+    coefficient: CoefficientCheck = field(default_factory=CoefficientCheck)
+    """Whether loss terms have the coefficient that the capture's arguments give."""
     likelihood: Likelihood = Softmax()
     """The distribution that the outputs of the head stand for; a user's own loss is taken for a softmax, and checked."""
     needs: Needs = "layer"
@@ -134,10 +132,8 @@ class KroneckerSums(SumsOfOneCapture):
             return
         chosen = self.selection.choose(sides, info, record.layer, keep)
         gradients = chosen.tokens(sides.gradients_BTO, record.borrowed, info.scale, inverse=True)
-        alone = info.tensor_parallel is None and isinstance(self.likelihood, Softmax) and self.likelihood.at_head
-        if is_head and sides is all_tokens and sides.outputs is not None and alone and self.check_coefficient:
-            rows = chosen.tokens(sides.inputs_BT, borrowed=True).rows_TN[:MOST_TOKENS]
-            self._check_coefficient(sides.outputs(rows).softmax(dim=-1), gradients)
+        if is_head and sides is all_tokens:
+            self.coefficient.compare(sides, chosen, gradients, info, self.likelihood)
         block.gradients = block.gradients or TokenMoment(spec.outputs, keep)
         block.gradients.add(gradients, Products())
 
@@ -210,15 +206,9 @@ class KroneckerSums(SumsOfOneCapture):
             return
         if self.check_softmax:
             self.check_softmax = not check_softmax(spec.name, p_TV, gradients, info.tensor_parallel)
-        if info.tensor_parallel is None and self.check_coefficient:
-            self._check_coefficient(p_TV[:MOST_TOKENS], gradients)
+        self.coefficient.compare(sides, chosen, gradients, info, self.likelihood)
         block.probabilities = block.probabilities or TokenMoment(spec.outputs, keep)
         block.probabilities.add(Tokens(p_TV, weights, chosen.keys, seen=chosen.seen), Products())
-
-    def _check_coefficient(self, p_TV: Tensor, gradients: Tokens) -> None:
-        """Compare, once, the head's gradients with those of cross entropy with the capture's coefficient; set `coefficient`."""
-        self.check_coefficient = False
-        self.coefficient = stated_coefficient_error(p_TV, gradients)
 
 
 def head_tokens(

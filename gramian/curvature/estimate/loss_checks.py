@@ -8,13 +8,19 @@ stated one, so c = 1 is right. `(loss / accum).backward()` under "mean" has c = 
 a factor of accum².
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from gramian.core.errors import GramianError
+from gramian.curvature.estimate.likelihood import Likelihood, Softmax
+from gramian.curvature.estimate.refresh_pass import RefreshPass
 from gramian.curvature.estimate.token_moments import Tokens
+from gramian.curvature.estimate.token_selection import ChosenTokens
 from gramian.linalg.wide import pieces, wide
 from gramian.parallel.tensor_parallel import TensorParallel
+from gramian.taps.sites.site import Sides
 
 MOST_TOKENS = 64
 """Largest number of tokens from which the coefficient of a loss term is measured."""
@@ -24,6 +30,30 @@ AGREES = 0.05
 """Largest relative difference between the coefficient measured on one token and the median of all tokens."""
 UNIFORM = 1e-3
 """Probabilities of the classes other than the label that differ by less than this, relatively, count as uniform."""
+
+
+@dataclass
+class CoefficientCheck:
+    """Compares, once, the gradients at a softmax head with those of a cross entropy that has the stated coefficient."""
+
+    due: bool = True
+    """True while nothing was compared."""
+    seen: float | None = None
+    """Measured coefficient of one loss term divided by the stated one; None: equal, unknown or not measured."""
+
+    def compare(
+        self, sides: Sides, chosen: ChosenTokens, gradients: Tokens, info: RefreshPass, likelihood: Likelihood
+    ) -> None:
+        """Compare the `gradients` of the `chosen` tokens of a call of the head, whose inputs are in `sides`.
+
+        Nothing is compared where the outputs cannot be recomputed from the inputs, are sharded over processes, or are not the
+        logits of a softmax.
+        """
+        softmax = isinstance(likelihood, Softmax) and likelihood.at_head
+        if not self.due or sides.outputs is None or info.tensor_parallel is not None or not softmax:
+            return
+        rows_TI = chosen.tokens(sides.inputs_BT, borrowed=True).rows_TN[:MOST_TOKENS]
+        self.due, self.seen = False, stated_coefficient_error(sides.outputs(rows_TI).softmax(dim=-1), gradients)
 
 
 def stated_coefficient_error(p_TV: Tensor, gradients: Tokens) -> float | None:

@@ -19,6 +19,7 @@ from gramian.curvature.estimate.kfac_capture import IdleCapture, KFACCapture, Lo
 from gramian.curvature.estimate.kronecker_sums import KroneckerSums
 from gramian.curvature.estimate.labelled_batch import Positions
 from gramian.curvature.estimate.likelihood import Likelihood, Softmax
+from gramian.curvature.estimate.loss_checks import CoefficientCheck
 from gramian.curvature.estimate.remainder_sums import RemainderSums
 from gramian.curvature.memory.memory_budget import keeps_of
 from gramian.curvature.refresh import finish_refresh, refresh_schedule
@@ -133,7 +134,7 @@ def open_refresh(
         stores_samples,
         head=found,
         check_softmax=not state.softmax_checked,
-        check_coefficient=not state.coefficient_checked,
+        coefficient=CoefficientCheck(due=not state.coefficient_checked),
         likelihood=likelihood,
     )
     finish = finish_refresh.finish

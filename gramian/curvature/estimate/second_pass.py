@@ -14,6 +14,7 @@ from gramian.curvature.estimate.eigenvalue_sums import EigenvalueSums
 from gramian.curvature.estimate.ekfac_sums import bases_of
 from gramian.curvature.estimate.kfac_capture import KFACCapture, LossArguments
 from gramian.curvature.estimate.likelihood import Likelihood, Softmax
+from gramian.curvature.estimate.loss_checks import CoefficientCheck
 from gramian.curvature.refresh import finish_correction, refresh_schedule
 from gramian.curvature.state import CurvatureState
 from gramian.linalg.wide import exact_float32
@@ -83,5 +84,6 @@ def open_correction(
         bases = bases_of(state.blocks, state.options, state.factorisations)
         budgeted, blocks = state.options.budget is not None, state.blocks
         sums = {name: EigenbasisSums.of(blocks[name], pair, budgeted) for name, pair in bases.items() if name in specs}
-    eigenvalues = EigenvalueSums(specs, sums, bases, bool(exact), state.head, likelihood)
+    check = CoefficientCheck(due=not state.correction_checked)
+    eigenvalues = EigenvalueSums(specs, sums, bases, bool(exact), state.head, likelihood, coefficient=check)
     return CorrectionCapture(state, model, eigenvalues, loss, exchange, estimate)

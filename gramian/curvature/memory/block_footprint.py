@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from gramian.curvature.apply.ready_sides import THIN
 from gramian.curvature.estimate.eigenbasis_sums import piece_of, workspace
 from gramian.curvature.estimate.token_moments import StoragePolicy
 from gramian.curvature.memory.apply_footprint import apply_bytes
@@ -29,6 +30,7 @@ from gramian.curvature.memory.factor_shape import (
     largest_of,
     merged,
 )
+from gramian.curvature.memory.operator_footprint import UNUSED, OperatorBytes, operator_bytes, thinner
 from gramian.curvature.memory.side_footprint import SideFootprint, side_footprint
 from gramian.linalg import WIDEST_DENSE
 from gramian.linalg.wide import piece_entries
@@ -74,6 +76,8 @@ class Footprint:
     """Bytes of the rows of other processes that each one has of low-rank sides while EK-FAC measures eigenvalues."""
     streamed: bool = False
     """True if EK-FAC measures eigenvalues in a second pass, when nothing of the first is stored but its factors."""
+    operators: OperatorBytes = OperatorBytes()
+    """Bytes of the operators that an optimizer makes of the factors."""
 
     @property
     def rest(self) -> int:
@@ -91,7 +95,10 @@ class Footprint:
         most: dict[str, Any] = {}
         for name in (one.name for one in fields(cls)):
             values = [getattr(footprint, name) for footprint in footprints]
-            most[name] = largest_of(values) if name in ("use_A", "use_G") else max(values)
+            if name == "operators":
+                most[name] = OperatorBytes.largest(values)
+            else:
+                most[name] = largest_of(values) if name in ("use_A", "use_G") else max(values)
         return cls(**most)
 
 
@@ -143,6 +150,8 @@ def bound(form: BlockForm, keeps: SidePolicies) -> Footprint:
     counts = {MANY}
     for keep in keeps:
         counts |= {share * count for count in (keep.rows_up_to, keep.limit) if count for share in {1, form.processes}}
+    if form.operators:  # the largest rank of two thin products
+        counts |= {int(THIN * width) for width in form.widths}
     return Footprint.largest([outline(form, keeps, BlockTokens(n, n, n)).footprint for n in counts])
 
 
@@ -174,9 +183,15 @@ def _footprint(
         build = max(build, *(one.traced for one in own), *(_averaging(form, one) for one in own[1:]), 0)
         rests.append(own[0].rest if own else 0)
         settled.append(max((one.rest for one in own), default=0))
-        uses.append(
-            largest_of([one.decomposing(form.algebra) if form.decomposed else one.solving(form.algebra) for one in own])
+        used = largest_of(
+            [one.decomposing(form.algebra) if form.decomposed else one.solving(form.algebra) for one in own]
         )
+        # roots need no factorisation: norms are bounded for the record alone
+        uses.append(FactorisationBytes(bounding=used.bounding) if form.operators in ("root", UNUSED) else used)
+    pairs = [(a, g) for a in (grown_A if A is not None else [None]) for g in grown_G]
+    applied = 0 if form.operators in ("root", UNUSED) else max(apply_bytes(form, a, g) for a, g in pairs)
+    thin_A, thin_G = (thinner(grown) if grown else [None] for grown in (grown_A, grown_G))
+    operators = [operator_bytes(form, a, g) for a in thin_A for g in thin_G if g is not None]
     with_bias = form.wide * A.small if A is not None and form.bias and A.kind == "dense" else 0
     return Footprint(
         collect,
@@ -188,9 +203,10 @@ def _footprint(
         settled[1],
         uses[0],
         uses[1],
-        apply=max(apply_bytes(form, a, g) for a in (grown_A if A is not None else [None]) for g in grown_G),
+        apply=applied,
         visiting=max(shape.visiting for shape in (*grown_A, *grown_G)),
         fetched=max(shape.fetched for shape in (*grown_A, *grown_G)),
+        operators=OperatorBytes.largest(operators),
     )
 
 

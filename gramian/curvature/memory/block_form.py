@@ -79,6 +79,12 @@ class BlockForm:
     """True if they are measured in a second pass, so that no token is stored for them."""
     budgeted: bool = False
     """True if there is a memory budget: samples are then projected in smaller pieces."""
+    operators: str = ""
+    """Operators that an optimizer keeps for its steps: "inverse", "root" or "unused" (`operator_footprint`); "": none."""
+    on_gpu: bool = False
+    """True if the layer runs on a GPU."""
+    weight: int = 4
+    """Bytes of one number of the weight."""
 
     @classmethod
     def of(
@@ -92,12 +98,16 @@ class BlockForm:
         algebra: torch.dtype = torch.float64,
         processes: int = 1,
         streamed: bool = False,
+        operators: str = "",
+        on_gpu: bool = False,
     ) -> "BlockForm":
         """The form of a block under the options. `activation`: dtype under autocast; None: that of the parameters.
 
         `exact`: G is the exact softmax Fisher; `shared`: another block stores its A; `powers`: exponents other than -1 will be
-        used, which need eigenvectors; `algebra`: dtype of the matrices that are factorised; `streamed`: EK-FAC in two passes.
+        used, which need eigenvectors; `algebra`: dtype of the matrices that are factorised; `streamed`: EK-FAC in two passes;
+        `operators`: those that an optimizer keeps. A memory budget, and joint damping of a Kronecker product, leave none.
         """
+        without = options.budget is not None or (options.damps_product and spec.kind == "kronecker")
         activation = spec.dtype if activation is None or spec.dtype == torch.float64 else activation
         wide = 8 if activation == torch.float64 else 4
         linear = len(spec.tables) < len(spec.layers)
@@ -122,6 +132,9 @@ class BlockForm:
             corrected=options.ekfac,
             streamed=options.ekfac and streamed,
             budgeted=options.budget is not None,
+            operators="" if operators == "inverse" and without else operators,
+            on_gpu=on_gpu,
+            weight=spec.dtype.itemsize,
         )
 
     @property

@@ -36,7 +36,7 @@ class CurvatureRow:
     """{stage: {device type: bytes}}.
 
     "collect": stored tokens; "build": on top, while factors are built; "rest": stored factors; "use": on top, while they are
-    factorised; "apply": on top, while a vector is multiplied.
+    factorised; "apply": on top, while a vector is multiplied; "ready": operators that an optimizer keeps for its steps.
     """
 
     @property

@@ -12,6 +12,7 @@ from gramian.curvature.memory.block_footprint import Outline, SidePolicies, boun
 from gramian.curvature.memory.block_form import ANY_TOKENS, BlockForm
 from gramian.curvature.memory.curvature_plan import CurvaturePlan, CurvatureRow, plan_row
 from gramian.curvature.memory.memory_budget import home_of, keeps_of, store_of
+from gramian.curvature.memory.operator_footprint import MADE, UNUSED
 from gramian.curvature.memory.plan_totals import PlanTotal, add
 from gramian.curvature.memory.token_counts import token_source
 from gramian.curvature.options import Options, check_count
@@ -34,6 +35,7 @@ def plan_curvature(
     world_size: int = 1,
     only: Collection[str] | None = None,
     fit: bool = False,
+    operators: str | None = None,
 ) -> CurvaturePlan:
     """Plan the memory of K-FAC from shapes alone; `KFACNaturalGradient.plan` documents the arguments.
 
@@ -41,6 +43,8 @@ def plan_curvature(
     names of the parameters whose blocks are planned, None: all; `fit`: no tokens are stored for EK-FAC. A GramianError is
     raised if they would be, and neither tokens nor inputs are given.
     """
+    if operators not in (None, *MADE):
+        raise GramianError(f'operators: expected "inverse", "root" or None, got {operators!r}')
     check_count("world_size", world_size)
     streamed = fit or options.budget is not None
     if options.ekfac and not streamed and tokens is None and inputs is None:
@@ -49,14 +53,14 @@ def plan_curvature(
         )
     alone = world_size == 1 or options.kfac_distributed_reduce == "none"
     reduced, eigenvectors = options.weight_sharing == "reduce", power != -1 or options.damps_product
-    specs = find_blocks(model, options)
-    if only is not None:
-        specs = {name: spec for name, spec in specs.items() if any(p in only for p in spec.parameters)}
+    every = find_blocks(model, options)
+    specs = {n: spec for n, spec in every.items() if only is None or any(p in only for p in spec.parameters)}
     source = token_source(model, specs, tokens, inputs)
-    head = head if head is not None else source.last_linear(specs)
+    head = head if head is not None else source.last_linear(model, every)
     runs_on = None if device is None else torch.device(device).type
     keeps = keeps_of(specs, options, head, exact_head, runs_on)
     shares = {} if reduced else source.shared_inputs(specs, keeps)
+    several = sum(spec.kind == "kronecker" for spec in specs.values()) > 1
     rows: list[CurvatureRow] = []
     totals: dict[str, PlanTotal] = {}
     left = None if free is None else free // 2
@@ -72,6 +76,8 @@ def plan_curvature(
             algebra=algebra,
             processes=1 if alone else world_size,
             streamed=streamed,
+            operators=UNUSED if operators == "root" and several and head in spec.layers else operators or "",
+            on_gpu=home == "cuda",
         )
         own = keeps.get(name, SidePolicies())
         counts = source.of_block(spec, world_size if alone else 1, reduced, form.exact)

@@ -4,9 +4,11 @@ from dataclasses import dataclass, field
 
 from gramian.curvature.memory.block_footprint import Footprint
 from gramian.curvature.memory.factor_shape import FactorisationBytes
+from gramian.curvature.memory.operator_footprint import OperatorBytes
 
-STAGES = ("collect", "build", "rest", "use", "apply")
-"""Stages of a plan, the columns of its table: tokens are collected, factors are built, stored, factorised and applied."""
+STAGES = ("collect", "build", "rest", "use", "apply", "ready")
+"""Stages of a plan, the columns of its table: tokens are collected, factors are built, stored, factorised and applied, and
+operators made of them are kept for an optimizer's steps."""
 
 
 @dataclass
@@ -28,6 +30,8 @@ class PlanTotal:
     """Bytes of the largest factor that is still being copied to another device while the next one is built."""
     uses: list[tuple[FactorisationBytes, int]] = field(default_factory=list)
     """(factorisation bytes of a factor, number of equal factors), in the order of the blocks."""
+    operators: dict[OperatorBytes, int] = field(default_factory=dict)
+    """{bytes of a block's operators: number of blocks}; blocks of one shape are stacked, so equal ones count as a stack."""
 
     @property
     def factorised(self) -> int:
@@ -49,16 +53,37 @@ class PlanTotal:
     @property
     def first(self) -> int:
         """Peak of bytes in the first refresh and its use, without earlier factors."""
-        used = self.rest + max(self.use, self.factorised + self.apply)
+        used = self.rest + self._used(0)
         return max(self.collect + self.making + self.rest, used, self.rest + self.measuring)
 
     @property
     def peak(self) -> int:
         """Peak of bytes in a later refresh: earlier factors and their factorisations exist while new ones are built."""
-        used = self.settled + max(self.use, self.factorised + self.apply)
+        used = self.settled + self._used(self._of_operators("replaced"))
         fresh = self.rest + (self.settled if self.averaged else 0)
         making = max(self.collect + self.making, self.measuring)
-        return max(self.settled + self.factorised + making + fresh, used)
+        return max(self.settled + self.factorised + self.ready + making + fresh, used)
+
+    @property
+    def ready(self) -> int:
+        """Bytes of the operators that an optimizer keeps until the next refresh."""
+        return self._of_operators("stored")
+
+    @property
+    def stepping(self) -> int:
+        """Bytes on top of the operators while they are applied: results of all blocks, and the largest stack's matrices."""
+        applying = max((count * one.applying for one, count in self.operators.items()), default=0)
+        return self._of_operators("result") + applying
+
+    def _used(self, replaced: int) -> int:
+        """Peak of bytes on top of the factors while they are factorised, made into operators and applied."""
+        made, stacks = self._of_operators("made"), [count * one.stored for one, count in self.operators.items()]
+        inverting = min(self._of_operators("inverting"), max((one.at_a_time for one in self.operators), default=0))
+        preparing = replaced + made + max(inverting, self.ready + 2 * max(stacks, default=0))
+        return max(self.use + made, self.factorised + max(preparing, self.ready + max(self.apply, self.stepping)))
+
+    def _of_operators(self, part: str) -> int:
+        return sum(count * int(getattr(one, part)) for one, count in self.operators.items())
 
     @property
     def making(self) -> int:
@@ -74,7 +99,8 @@ class PlanTotal:
 
     def stages(self) -> dict[str, int]:
         """{stage: bytes on this device}, for each stage of STAGES."""
-        return dict(zip(STAGES, (self.collect, self.making, self.rest, self.use, self.apply), strict=True))
+        amounts = (self.collect, self.making, self.rest, self.use, self.apply, self.ready)
+        return dict(zip(STAGES, amounts, strict=True))
 
 
 def add(
@@ -92,6 +118,8 @@ def add(
     here.gathered, here.streamed = here.gathered + count * one.gathered, here.streamed or one.streamed
     here.build, here.leaving = max(here.build, one.build + sum(sent)), max(here.leaving, *sent, 0)
     here.apply = max(here.apply, max(one.apply, one.visiting) + one.fetched if sent else one.apply)
+    if any(one.operators) and not sent:  # factors on another device keep the exact path
+        here.operators[one.operators] = here.operators.get(one.operators, 0) + count
     for store, rest, settled, use in (  # in the order of factorisation
         (stores[1], one.rest_G, one.settled_G, one.use_G),
         (stores[0], one.rest_A, one.settled_A, one.use_A),

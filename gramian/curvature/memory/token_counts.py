@@ -91,8 +91,9 @@ class TokenSource:
         assert self.given is not None
         return 1, self.given[layer] if isinstance(self.given, Mapping) else self.given
 
-    def last_linear(self, specs: Mapping[str, Spec]) -> str | None:
+    def last_linear(self, model: nn.Module, specs: Mapping[str, Spec]) -> str | None:
         """Name of the linear layer that was called last in the trace, else of the last in the model; None: there is none."""
+        order = {name: place for place, (name, _) in enumerate(named_modules(model))}
         linear = [
             layer
             for spec in specs.values()
@@ -102,7 +103,7 @@ class TokenSource:
         ]
         if self.trace is not None and self.trace.last in linear:
             return self.trace.last
-        return linear[-1] if linear else None
+        return max(linear, key=lambda layer: order.get(layer, -1), default=None)
 
     def shared_inputs(self, specs: Mapping[str, Spec], keeps: Keeps) -> dict[str, str]:
         """{block: the earlier block whose A it shares}: same input tensors, same token policy, both with or without a bias.

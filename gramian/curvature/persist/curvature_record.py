@@ -262,11 +262,14 @@ def log_padding(layer: str, tokens: int, terms: float, again: bool, strict: bool
     _warn(line, strict, again)
 
 
-def log_coefficient(seen: float, strict: bool) -> None:
-    """Warn that a loss term has `seen` times the coefficient that the capture's arguments give; `strict`: raise instead."""
+def log_coefficient(seen: float, what: str, strict: bool) -> None:
+    """Warn that a loss term has `seen` times the coefficient that the capture's arguments give; `strict`: raise instead.
+
+    `what` is wrong by its square, as text, such as "every G is".
+    """
     line = (
         f"loss_reduction: one loss term has {seen:.4g} times the coefficient that it, num_terms and loss_scale state, so "
-        f"every G is {seen**2:.4g} times what it is; expected loss_reduction=<coefficient of one term>, such as "
+        f"{what} {seen**2:.4g} times what it is; expected loss_reduction=<coefficient of one term>, such as "
         "1 / (num_terms * accumulation steps) for (loss / accumulation steps).backward()"
     )
     _warn(line, strict)

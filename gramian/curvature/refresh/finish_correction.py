@@ -13,7 +13,7 @@ from gramian.curvature.estimate.eigenvalue_sums import EigenvalueSums
 from gramian.curvature.estimate.ekfac_sums import averaged
 from gramian.curvature.estimate.kfac_capture import KFACCapture
 from gramian.curvature.refresh.build_factors import NotFinite
-from gramian.curvature.refresh.finish_refresh import gather_reports, refuse_not_finite
+from gramian.curvature.refresh.finish_refresh import gather_reports, note_coefficient, refuse_not_finite
 from gramian.curvature.refresh.refresh_schedule import drop_refresh
 from gramian.curvature.state import CurvatureState
 
@@ -40,6 +40,8 @@ def finish(state: CurvatureState, cap: KFACCapture) -> None:
     if agreed.problem or not agreed.terms > 0:
         drop_refresh(state, f"second pass: {agreed.problem or 'no loss terms'}", lenient=True)
         return
+    state.correction_checked = True
+    note_coefficient(state, reports, "every eigenvalue of EK-FAC is")
     corrected: dict[str, Block] = {}
     earlier: dict[str, Correction] = {}
     for name, sums in eigenvalues.sums.items():

@@ -52,7 +52,8 @@ def finish(state: CurvatureState, cap: KFACCapture) -> None:
         drop_refresh(state, agreed.problem or "no loss terms", lenient=True)
         return
     _note_padding(state, agreed.padded)
-    _note_coefficient(state, next((r["coefficient"] for r in reports if r["coefficient"] is not None), None))
+    state.coefficient_checked = True
+    note_coefficient(state, reports, "every G is")
     reduction = "" if cap.exchange is None else "dense"
     before = {name: block.correction for name, block in state.blocks.items() if block.correction is not None}
     likelihood = cap.kronecker.likelihood.name
@@ -117,7 +118,7 @@ def gather_reports(
             "samples": cap.samples,
             "head": cap.kronecker.head,
             "padded": cap.kronecker.selection.padded,
-            "coefficient": cap.kronecker.coefficient,
+            "coefficient": cap.kronecker.coefficient.seen,
             "reached": None if reached is None else dict(reached),
             "free": free_memory(next(iter(state.specs.values())).device),
             **sums_report(kronecker, remainder),
@@ -163,18 +164,18 @@ def _note_padding(state: CurvatureState, padded: Mapping[str, tuple[int, float]]
     state.padding = {layer: list(counts) for layer, counts in padded.items()}
 
 
-def _note_coefficient(state: CurvatureState, coefficient: float | None) -> None:
-    """Record and log, once, that loss terms have `coefficient` times the coefficient of the capture's arguments; None: equal.
+def note_coefficient(state: CurvatureState, reports: Iterable[Any], what: str) -> None:
+    """Record and log that loss terms have another coefficient than stated, if a process reports one; an error under `strict`.
 
-    An error under `strict`.
+    `what` the square of the coefficient multiplies, as text, such as "every G is".
     """
-    state.coefficient_checked = True
+    coefficient = next((report["coefficient"] for report in reports if report["coefficient"] is not None), None)
     if coefficient is None:
         return
     state.loss_coefficient = coefficient
     if state.options.strict:
         drop_refresh(state, f"a loss term has {coefficient:.4g} times the stated coefficient")
-    curvature_record.log_coefficient(coefficient, state.options.strict)
+    curvature_record.log_coefficient(coefficient, what, state.options.strict)
 
 
 def _refuse_uncovered(state: CurvatureState, fresh: Mapping[str, Block]) -> None:

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from gramian.curvature.blocks.block_specs import find_blocks
+from gramian.curvature.memory.curvature_plan import CurvaturePlan
+from gramian.curvature.options import Options
 from gramian.data.data_files import find_files, read_sidecar
 from gramian.data.options import DataSection
 from gramian.data.tokenizer import load_tokenizer
@@ -15,8 +18,10 @@ from gramian.models.huggingface import open_model_folder
 from gramian.plan import transformer_memory
 from gramian.plan.transformer_memory import Kind, Needs, Transformer, gpt
 from gramian.train.build.build_model import build_model
+from gramian.train.build.build_optimizer import build_curvature
 from gramian.train.config.config import Config, load_config
 from gramian.train.config.config_sections import TeacherSection
+from gramian.train.loop.precision import Precision
 from gramian.train.state.saved_run import is_run
 
 # Activation functions that a library computes in several operations, each of which stores a tensor.
@@ -48,7 +53,52 @@ def needs_of(config: Config, vocabulary: int, precision: Kind, device: str) -> N
         device="cuda" if device == "cuda" else "cpu",
         teacher=None if config.teacher is None else teacher_of(config.teacher, precision),
         proof=config.privacy is not None and config.privacy.proof != "off",
+        whitened=_whitened(config, vocabulary),
     )
+
+
+def build_meta_model(config: Config, vocabulary: int) -> nn.Module:
+    """Build a config's model on the meta device."""
+    with torch.device("meta"):
+        if config.model.kind != "huggingface":
+            return build_model(config, vocabulary)
+        with open_model_folder(str(config.model.path), "model.path") as (shape, causal):
+            model: nn.Module = causal.from_config(shape)
+    return model
+
+
+def plan_run_curvature(
+    config: Config, vocabulary: int, numbers: Precision, device: str, processes: int
+) -> CurvaturePlan:
+    """Plan the memory of a run's curvature on each of `processes` processes, with the operators that its optimizer keeps."""
+    model = build_meta_model(config, vocabulary).to(numbers.weights)
+    return _plan_curvature(config, model, numbers.activations, device, processes)[0]
+
+
+def _plan_curvature(
+    config: Config, model: nn.Module, activations: torch.dtype | None, device: str, processes: int
+) -> tuple[CurvaturePlan, Options]:
+    kfac = build_curvature(config, model)
+    assert kfac is not None
+    plan = kfac.plan(
+        model,
+        tokens=config.data.batch * config.data.length,
+        activations=activations,
+        device=device,
+        world_size=processes,
+        operators="root" if config.optimizer.kind == "kfac" else "inverse",
+    )
+    return plan, kfac.options
+
+
+def _whitened(config: Config, vocabulary: int) -> int:
+    """Number of parameters of which the optimizer "kfac" stores one number, the momentum; 0 for other optimizers."""
+    if config.optimizer.kind != "kfac":
+        return 0
+    model = build_meta_model(config, vocabulary)
+    plan, options = _plan_curvature(config, model, None, "cpu", 1)
+    specs = find_blocks(model, options)
+    return sum(prod(specs[row.layer].shapes[0]) for row in plan.rows if row.bytes["ready"]["cpu"])
 
 
 def shape_of(config: Config, vocabulary: int) -> Transformer:
