@@ -20,9 +20,10 @@ from torch import Tensor
 
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.block_specs import Spec
+from gramian.curvature.blocks.eigenvalue_correction import Basis
 from gramian.curvature.estimate.eigenbasis_sums import EKFACUse
-from gramian.linalg import Factor
-from gramian.linalg.wide import wide
+from gramian.linalg import Dense, Factor
+from gramian.linalg.wide import wide, wide_mm
 from gramian.statistics.by_pass import ByPass
 from gramian.taps.gradients.per_sample_gradient import flat
 from gramian.taps.records import LayerRecord, ParameterRecord
@@ -82,9 +83,10 @@ class GradientSketch:
         for number, (name, block) in enumerate(blocks.items()):
             k, other = rank_of(block.spec, rank)
             generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
-            samples_KO, queries_KO = _both(block.G, k, share, generator)
+            basis_G, basis_A = (None, None) if block.correction is None else (block.correction.G, block.correction.A)
+            samples_KO, queries_KO = _both(block.G, basis_G, k, share, generator)
             one = torch.ones(1, 1, dtype=samples_KO.dtype, device=samples_KO.device)
-            samples_LM, queries_LM = (one, one) if block.A is None else _both(block.A, other, share, generator)
+            samples_LM, queries_LM = (one, one) if block.A is None else _both(block.A, basis_A, other, share, generator)
             columns = slice(at, at + k * other)
             self.sketches[name] = BlockSketch(block.spec, columns, samples_KO, samples_LM, queries_KO, queries_LM)
             at = columns.stop
@@ -103,14 +105,29 @@ def rank_of(spec: Spec, rank: int) -> tuple[int, int]:
     return min(rank, spec.outputs), min(rank, spec.inputs)
 
 
-def _both(factor: Factor, rank: int, share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """S (M + λ)^(−1/2) and S (M + λ)^(1/2), each [rank, n], of one side M [n, n] with λ = share · tr M / n."""
+def _both(
+    factor: Factor, basis: Basis | None, rank: int, share: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """S (M + λ)^(−1/2) and S (M + λ)^(1/2), each [rank, n], of one side M [n, n] with λ = share · tr M / n.
+
+    `basis`: M's eigenvectors where EK-FAC has stored them; else M is decomposed.
+    """
     s_KN = _orthogonal(rank, factor.dim, generator).to(factor.device, factor.dtype)
     value = share * float(factor.trace()) / factor.dim
     if value <= 0:
         return s_KN, s_KN
     columns_NK = s_KN.mT.contiguous()
-    down, up = (factor.power(columns_NK, p, value).to(s_KN).mT.contiguous() for p in (-0.5, 0.5))
+    if basis is None or basis.matrix is None or not isinstance(factor, Dense):
+        powers = [factor.power(columns_NK, p, value) for p in (-0.5, 0.5)]
+    else:
+        vectors_NR = basis.vectors(columns_NK)
+        values_R = (vectors_NR * wide_mm(factor.dense().to(vectors_NR), vectors_NR)).sum(0).clamp(min=0)
+        inside_RK = wide_mm(vectors_NR.mT, columns_NK)
+        powers = [
+            value**p * columns_NK + wide_mm(vectors_NR, ((values_R + value) ** p - value**p)[:, None] * inside_RK)
+            for p in (-0.5, 0.5)
+        ]
+    down, up = (found.to(s_KN).mT.contiguous() for found in powers)
     return down, up
 
 
