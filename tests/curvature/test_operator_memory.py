@@ -195,9 +195,9 @@ def test_the_state_of_a_run_is_what_its_config_plans(name: str) -> None:
     states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor) and t.dim()]
     assert sum(t.nbytes for t in states) == needs.state
     if isinstance(optimizer, gramian.optim.KFAC):
-        operators = [p for group in optimizer._steps.groups for p in (group.P_A, group.P_G)]
+        operators = [p for group in optimizer._steps.groups for p in (group.P, group.D)]
         planned_on_gpu = plan_run_curvature(config, 257, numbers, "cuda", 1).totals["cuda"].ready
-        half = sum(p.numel() * (8 if p.dtype == torch.float64 else 2) for p in operators)  # bfloat16, float64 as it is
+        half = sum(p.numel() * (8 if p.dtype == torch.float64 else 2) for p in operators)  # float16, float64 as it is
         assert planned_on_gpu == half
     else:
         assert kfac.state.ready is not None
@@ -226,7 +226,7 @@ def test_steps_of_the_optimizer_stay_within_the_plan(kind: Any) -> None:
 
 
 def test_roots_have_the_widths_of_the_weight() -> None:
-    """P_A has no coordinate for the bias, and a diagonal side is a vector."""
+    """P has no coordinate for the bias, and a diagonal side is a vector."""
     model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 5))
     optimizer = gramian.optim.KFAC(model)
     plan = optimizer.kfac.plan(model, tokens=30, operators="root")

@@ -27,8 +27,10 @@ MADE = {"inverse": 3, "root": 8}
 these; a stack of matrices and what the iteration for their roots stores."""
 UNUSED = "unused"
 """Factors that no step uses: those of the output layer, which `gramian.optim.KFAC` may not know before its first refresh."""
-APPLIED = {"inverse": 3, "root": 8}
+APPLIED = {"inverse": 3, "root": 6}
 """{operators: matrices like Y [o, m] that a step stores for the blocks of one shape, beside its result}."""
+GRAMS = 8
+"""Matrices of the narrower side's width that a step with roots stores beside these."""
 
 
 class OperatorBytes(NamedTuple):
@@ -93,8 +95,10 @@ def _roots(form: BlockForm, A: FactorShape | None, G: FactorShape) -> OperatorBy
     e = 2 if form.on_gpu and form.weight < DOUBLE else form.weight
     entries = [n if shape.kind == "diagonal" else n * n for shape, n in ((A, inputs), (G, form.outputs))]
     made = sum(n * shape.storage.itemsize for n, shape in zip(entries, (A, G), strict=True))
-    y, old = max(form.weight, SINGLE) * form.outputs * inputs, (0 if form.shared else A.rest) + G.rest
-    return _operators("root", [e * n for n in entries], made, max(A.storage.itemsize, G.storage.itemsize), old, y=y)
+    number, old = max(form.weight, SINGLE), (0 if form.shared else A.rest) + G.rest
+    computed = max(A.storage.itemsize, G.storage.itemsize)
+    found = _operators("root", [e * n for n in entries], made, computed, old, y=number * form.outputs * inputs)
+    return found._replace(applying=found.applying + GRAMS * number * min(form.outputs, inputs) ** 2)
 
 
 def _operators(
