@@ -73,8 +73,8 @@ GRIDS: dict[str, dict[str, list[Trial]]] = {
             *(Trial("soap", 4e-3, 0.95, warmup=warmup) for warmup in (20, 80)),
         ],
         "shampoo": [
-            *(Trial("shampoo", lr, 0.9) for lr in (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)),
-            *(Trial("shampoo", lr, 0.95) for lr in (1e-3, 3e-3, 1e-2)),
+            *(Trial("shampoo", lr, 0.9) for lr in (3e-4, 1e-3, 3e-3, 1e-2)),
+            *(Trial("shampoo", lr, 0.95) for lr in (3e-4, 1e-3, 3e-3, 1e-2)),
         ],
         "sgd": [
             *(Trial("sgd", lr, 0.9) for lr in (0.1, 0.3, 1.0, 3.0)),
@@ -93,6 +93,7 @@ GRIDS: dict[str, dict[str, list[Trial]]] = {
             Trial("adamw", 2.8e-3, 0.95, warmup=320),
             *(Trial("adamw", lr, beta, warmup=500) for lr in (2e-3, 2.8e-3) for beta in (0.95, 0.99)),
             *(Trial("adamw", 2e-3, beta, warmup=320) for beta in (0.9, 0.99)),
+            *(Trial("adamw", lr, 0.99, warmup=warmup) for lr, warmup in ((4e-3, 500), (2.8e-3, 730))),
         ],
         "muon": [
             *(Trial("muon", 8e-3, 0.9, rest) for rest in (2e-3, 4e-3)),
@@ -109,13 +110,23 @@ IMAGES: dict[str, list[Trial]] = {
         *(Trial("adamw", lr, 0.95, warmup=warmup) for warmup in (160, 400) for lr in (2.5e-4, 5e-4, 1e-3)),
         *(Trial("adamw", lr, beta, warmup=400) for lr in (1e-3, 1.4e-3, 2e-3) for beta in (0.9, 0.99)),
         *(Trial("adamw", lr, 0.95, warmup=warmup) for lr, warmup in ((1.4e-3, 400), (1e-3, 600))),
+        *(Trial("adamw", lr, beta) for lr, beta in ((1.6e-2, 0.99), (1.6e-2, 0.95), (8e-3, 0.999))),
+        *(Trial("adamw", lr, 0.9, warmup=warmup) for lr, warmup in ((2.8e-3, 400), (2e-3, 600))),
     ],
     "muon": [
-        Trial("muon", lr, beta, rest) for beta in (0.9, 0.95) for lr in (4e-3, 8e-3, 1.6e-2) for rest in (1e-3, 4e-3)
+        *(Trial("muon", lr, b, rest) for b in (0.9, 0.95) for lr in (4e-3, 8e-3, 1.6e-2) for rest in (1e-3, 4e-3)),
+        *(Trial("muon", lr, 0.9, 8e-3) for lr in (1.6e-2, 3.2e-2)),
+        *(Trial("muon", 2e-3, 0.95, rest) for rest in (4e-3, 8e-3)),
     ],
-    "soap": [Trial("soap", lr, beta) for beta in (0.95, 0.99) for lr in (1e-3, 2e-3, 4e-3, 8e-3)],
-    "shampoo": [Trial("shampoo", lr, beta) for beta in (0.9, 0.95) for lr in (1e-3, 3e-3, 1e-2, 3e-2)],
-    "sgd": [Trial("sgd", lr, beta) for beta in (0.9, 0.98) for lr in (0.01, 0.03, 0.1, 0.3)],
+    "soap": [
+        *(Trial("soap", lr, beta) for beta in (0.95, 0.99) for lr in (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)),
+        Trial("soap", 8e-3, 0.9),
+    ],
+    "shampoo": [Trial("shampoo", lr, beta) for beta in (0.9, 0.95) for lr in (3e-4, 1e-3, 3e-3, 1e-2)],
+    "sgd": [
+        *(Trial("sgd", lr, beta) for beta in (0.9, 0.98) for lr in (0.01, 0.03, 0.1, 0.3, 1.0)),
+        Trial("sgd", 0.3, 0.99),
+    ],
 }
 GRIDS |= {"autoencoder": IMAGES, "cnn": IMAGES}
 
@@ -157,7 +168,13 @@ def stepping(problem: Problem, model: nn.Module, trial: Trial) -> Stepping:
             )
             return Stepping([soap], nothing, rest)
         shampoo = pytorch_optimizer.ScalableShampoo(
-            groups(rest), lr=trial.lr, betas=(trial.beta, 0.99), preconditioning_compute_steps=10, graft_type=5
+            groups(rest),
+            lr=trial.lr,
+            betas=(trial.beta, 0.99),
+            preconditioning_compute_steps=10,
+            graft_type=pytorch_optimizer.LayerWiseGrafting.RMSPROP,
+            moving_average_for_momentum=True,
+            decoupled_weight_decay=True,
         )
         return Stepping([shampoo], nothing, rest)
     rate = trial.lr if trial.optimizer == "adamw" else trial.rest
