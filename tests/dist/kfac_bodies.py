@@ -251,9 +251,10 @@ def optimized(
 ) -> dict[str, Tensor]:
     """The parameters after steps of `gramian.optim.KFAC` on some rows of the samples, of which a process may have none.
 
-    `world` is the number of processes over which gradients are averaged.
+    `world` is the number of processes over which gradients are averaged. AdamW's eps is above the rounding of gradients that
+    are zero but for it, such as those of a key's bias, whose sign would else be the step.
     """
-    optimizer = gramian.optim.KFAC(model, lr=1e-2, update_freq=4, ema_decay=0.5, max_tokens=None)
+    optimizer = gramian.optim.KFAC(model, lr=1e-2, update_freq=4, ema_decay=0.5, max_tokens=None, eps=1e-6)
     for step in range(steps):
         inputs, targets = case.data(samples)
         inputs = (inputs + step) % 11 if not inputs.is_floating_point() else inputs + 0.1 * step
