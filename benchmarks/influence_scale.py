@@ -2,7 +2,8 @@
 
 Builds the index of a Hugging Face model folder over passages of a text, queries it, and compares scores from compressed
 gradients with exact ones: rank correlation over all passages, and how many of the exact ten most helpful are among the forty
-candidates. "plain" is a forward and a backward of all passages without anything else, in the same run.
+candidates. "plain" is a forward and a backward of all passages without anything else, in the same run. The table is written
+after every stage.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def main() -> None:
     parser.add_argument("--passages", type=int, default=2048)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--gradients", default="256MB")
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--only", nargs="+", default=["*"])
     parser.add_argument("--name", default="influence_scale")
     parser.add_argument("--page", type=Path, help="where the page of the queries is written")
@@ -78,19 +79,25 @@ def main() -> None:
     found["bytes"] = {"factors": files["factors.safetensors"][0], "all": index_folder.nbytes}
     found["bytes"]["gradients"] = sum(size for name, (size, _) in files.items() if name.startswith("gradients-"))
     print({name: format_bytes(size) for name, size in found["bytes"].items()}, flush=True)
-    started = time.perf_counter()
-    index = Index(corpus, folder / "index")
-    found["open_seconds"] = time.perf_counter() - started
-    started = time.perf_counter()
-    asked = index.ask(QUERIES)
-    synchronize()
-    found["ask_seconds"], found["queries"] = time.perf_counter() - started, len(QUERIES)
-    scores: dict[str, Tensor] = {}
-    for source in ("gradients", "passages"):
-        found[f"{source}_seconds"] = _timed(
-            lambda source=source: scores.__setitem__(source, asked.scores(source).values_QN)
-        )
-    found["self_influence_seconds"] = _timed(lambda: asked.scores("passages", self_influence=True))
+    found["queries"] = len(QUERIES)
+
+    def stage(name: str, step: Any) -> Any:
+        synchronize()
+        started = time.perf_counter()
+        result = step()
+        synchronize()
+        found[f"{name}_seconds"] = time.perf_counter() - started
+        print(name, f"{found[f'{name}_seconds']:.2f} s", flush=True)
+        write(options.name, found)
+        return result
+
+    index = stage("open", lambda: Index(corpus, folder / "index"))
+    asked = stage("ask", lambda: index.ask(QUERIES))
+    scores: dict[str, Tensor] = {
+        source: stage(source, lambda source=source: asked.scores(source).values_QN)
+        for source in ("gradients", "passages")
+    }
+    stage("self_influence", lambda: asked.scores("passages", self_influence=True))
     found["agreement"] = [_agreement(*pair) for pair in zip(scores["gradients"], scores["passages"], strict=True)]
     if device.type == "cuda":
         found["peak_bytes"] = torch.cuda.max_memory_allocated()

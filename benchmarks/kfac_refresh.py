@@ -1,6 +1,7 @@
 """A K-FAC refresh (capture, factors, decomposition, natural gradient) over the plain step, beside peers, in one run.
 
-GPT of 4 layers, width 2048, vocabulary 32000, 16 × 1024 tokens, float32 weights, bf16 autocast. The peers do not touch the
+GPT of 4 layers, width 2048, vocabulary 32000, 16 × 1024 tokens, float32 weights, bf16 autocast; the plain step is a forward and
+a backward, and "gramian.optim.KFAC" includes roots and the whole step of the default recipe. The peers do not touch the
 head (a dense factor of its outputs would be 32000²); gramian covers it and every other parameter. "kfac-pytorch style" is
 its recipe in a few lines: hooks, dense float32 covariances of all linear layers but the head, inverses of the damped factors
 (or their eigendecompositions), gradients multiplied from both sides. On a CPU a small model stands in.
@@ -131,6 +132,17 @@ def main() -> None:
 
         return run
 
+    def step(max_tokens: int | None) -> Callable[[], Any]:
+        optimizer = gramian.optim.KFAC(model, lr=1e-6, update_freq=1, max_tokens=max_tokens)
+
+        def run() -> None:
+            model.zero_grad(set_to_none=True)
+            with optimizer.capture(num_terms=terms):
+                loss().backward()
+            optimizer.step()
+
+        return run
+
     def dense(eigen: bool) -> Callable[[], Any]:
         peer = DenseKFAC(model, 1e-3, eigen)
 
@@ -146,6 +158,8 @@ def main() -> None:
 
     all_tokens = {"kfac_auto_t_max": 16384}
     variants: dict[str, Callable[[], Any]] = {
+        "gramian.optim.KFAC, subset, with its step": step(subset),
+        "gramian.optim.KFAC, all tokens, with its step": step(None),
         "gramian, subset of tokens": ours(max_tokens=subset),
         "gramian, all tokens": ours(**all_tokens),
         "gramian, subset, step without a refresh": ours(update_freq=10**9, max_tokens=subset),
