@@ -1,4 +1,4 @@
-"""`gramian.optim.KFAC` on a GPU: steps in bfloat16 and fused AdamW go where float64 on a CPU goes; state on the device."""
+"""`gramian.optim.KFAC` on a GPU: steps in float16 and fused AdamW go where float64 on a CPU goes; state on the device."""
 
 import copy
 

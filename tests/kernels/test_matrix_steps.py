@@ -79,3 +79,28 @@ def test_two_parts_have_twice_the_bits(function):
     want = x.double() * scale.double()
     torch.testing.assert_close(high.double(), want, rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(high.double() + low.double(), want, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 5), (64, 8, 3, 3), (300, 700)])
+def test_kernels_are_their_twins_on_a_gpu(shape, dtype, offset):
+    """Also for tensors that begin at no multiple of 16 bytes."""
+
+    def tensors(seed):
+        size = torch.Size(shape).numel()
+        return [random(size + offset, seed=seed + k, device="cuda").to(dtype)[offset:].view(shape) for k in range(3)]
+
+    gradients, u = tensors(10), random(3, *shape, seed=20, device="cuda").half()
+    scale = random(3, 1, torch.Size(shape[1:]).numel(), seed=30, device="cuda")
+    found = []
+    for averages, steps in (
+        (nesterov_averages_kernel, scaled_steps_kernel),
+        (nesterov_averages_twin, scaled_steps_twin),
+    ):
+        momenta, weights = tensors(0), tensors(5)
+        n = averages(momenta, gradients, 0.8, torch.bfloat16)
+        steps(weights, u, scale, 0.9)
+        found.append(torch.stack([n, *(torch.stack(one) for one in (momenta, weights))]).float())
+    torch.testing.assert_close(*found, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-2)
