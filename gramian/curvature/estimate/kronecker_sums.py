@@ -206,7 +206,7 @@ class KroneckerSums(SumsOfOneCapture):
             return
         if self.check_softmax:
             self.check_softmax = not check_softmax(spec.name, p_TV, gradients, info.tensor_parallel)
-        self.coefficient.compare(sides, chosen, gradients, info, self.likelihood)
+        self.coefficient.compare(sides, chosen, gradients, info, self.likelihood, p_TV)
         block.probabilities = block.probabilities or TokenMoment(spec.outputs, keep)
         block.probabilities.add(Tokens(p_TV, weights, chosen.keys, seen=chosen.seen), Products())
 

@@ -42,9 +42,17 @@ class CoefficientCheck:
     """Measured coefficient of one loss term divided by the stated one; None: equal, unknown or not measured."""
 
     def compare(
-        self, sides: Sides, chosen: ChosenTokens, gradients: Tokens, info: RefreshPass, likelihood: Likelihood
+        self,
+        sides: Sides,
+        chosen: ChosenTokens,
+        gradients: Tokens,
+        info: RefreshPass,
+        likelihood: Likelihood,
+        p_TV: Tensor | None = None,
     ) -> None:
         """Compare the `gradients` of the `chosen` tokens of a call of the head, whose inputs are in `sides`.
+
+        `p_TV`: the softmax of their outputs, where it is there already.
 
         Nothing is compared where the outputs cannot be recomputed from the inputs, are sharded over processes, or are not the
         logits of a softmax.
@@ -52,8 +60,10 @@ class CoefficientCheck:
         softmax = isinstance(likelihood, Softmax) and likelihood.at_head
         if not self.due or sides.outputs is None or info.tensor_parallel is not None or not softmax:
             return
-        rows_TI = chosen.tokens(sides.inputs_BT, borrowed=True).rows_TN[:MOST_TOKENS]
-        self.due, self.seen = False, stated_coefficient_error(sides.outputs(rows_TI).softmax(dim=-1), gradients)
+        if p_TV is None:
+            rows_TI = chosen.tokens(sides.inputs_BT, borrowed=True).rows_TN[:MOST_TOKENS]
+            p_TV = sides.outputs(rows_TI).softmax(dim=-1)
+        self.due, self.seen = False, stated_coefficient_error(p_TV[:MOST_TOKENS], gradients)
 
 
 def stated_coefficient_error(p_TV: Tensor, gradients: Tokens) -> float | None:

@@ -25,11 +25,8 @@ def model_exchange(state: CurvatureState, model: nn.Module) -> Exchange | None:
     The processes are looked up at this call, unless there is only one: then the model is not walked at every step.
     `kfac_distributed_reduce="none"` on several processes logs a warning once.
     """
-    if state.process_group is None and not (dist.is_available() and dist.is_initialized()):
-        state.world_size = 1
-        return None
-    root = module_of(model)
-    group = group_of(model, root, state.process_group)
+    root, several = module_of(model), dist.is_available() and dist.is_initialized()
+    group = group_of(model, root, state.process_group) if several else state.process_group
     state.world_size = world_size(group)
     if state.options.kfac_distributed_reduce != "none":
         device = next((p.device for p in root.parameters()), torch.device("cpu"))
