@@ -67,7 +67,9 @@ class IndexFolder:
             if FACTORS not in found.facts["files"]:  # nothing that the options have shaped is there yet
                 found.facts |= {"options": wanted["options"]}
             elif not any(name.startswith("gradients-") for name in found.facts["files"]):
-                found.facts["options"] |= {"gradients": wanted["options"]["gradients"]}
+                asked = wanted["options"]["gradients"]
+                found.facts["complete"] &= asked == found.facts["options"]["gradients"]
+                found.facts["options"] |= {"gradients": asked}
             found.facts["options"] |= {"batch": wanted["options"]["batch"]}  # any is one pass
             for key, value in wanted.items():
                 if found.facts.get(key) != value:

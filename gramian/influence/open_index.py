@@ -200,7 +200,10 @@ class Asked:
                 stored_NK = folder.read_tensors(shard_name(number), device)["gradients"]
                 scores.append(-(stored_NK.to(z_QK) @ z_QK.mT))
                 report("scores", done, len(mine))
-        return shared.gather(torch.cat(scores)).mT.cpu().contiguous()
+        found_NQ, passages = shared.gather(torch.cat(scores)), len(self._index.corpus)
+        if len(found_NQ) != passages:
+            raise GramianError(f"index: has gradients of {len(found_NQ):,} passages; expected {passages:,}")
+        return found_NQ.mT.cpu().contiguous()
 
 
 def options_of(folder: IndexFolder) -> BuildOptions:

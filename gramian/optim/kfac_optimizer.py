@@ -49,7 +49,7 @@ class KFAC(Optimizer):
     optimizer.step()
     ```
 
-    One step costs 32 n³ FLOPs for a square matrix of width n, in bfloat16 on a GPU, and every `update_freq` steps a refresh.
+    One step costs 36 n³ FLOPs for a square matrix of width n, in float16 on a GPU, and every `update_freq` steps a refresh.
     Memory: one momentum per weight matrix, two moments for everything else, factors of the narrower sides (float32) and their
     roots. A sharded model (FSDP2, tensor parallel) gathers the averaged gradients of one shape at a time; every process
     computes every step.

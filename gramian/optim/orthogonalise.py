@@ -53,7 +53,11 @@ def _polynomial(A: Tensor, coefficients: tuple[float, float, float]) -> Tensor:
 
 
 def norms(x_BOM: Tensor, axes: tuple[int, ...] = (-2, -1)) -> Tensor:
-    """Norms over some axes of a stack, which stay as 1, in float32, or float64 if given so; at least 1e-30."""
-    dtype = torch.float64 if x_BOM.dtype == torch.float64 else torch.float32
+    """Norms over some axes of a stack, which stay as 1, in float32, or float64 if given so.
+
+    At least 1e-18 (1e-150), since smaller ones are lost where their squares are added.
+    """
+    wide = x_BOM.dtype == torch.float64
+    dtype = torch.float64 if wide else torch.float32
     found: Tensor = torch.linalg.vector_norm(x_BOM, dim=axes, keepdim=True, dtype=dtype)
-    return found.clamp(min=1e-30)
+    return found.clamp(min=1e-150 if wide else 1e-18)

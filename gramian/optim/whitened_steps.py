@@ -6,7 +6,7 @@ For a layer with weight W [o, m], K-FAC factors A and G and averaged gradient N,
 
 ā and ḡ the mean eigenvalues. In the coordinates W' = P_G⁻¹ W P_A⁻¹, whose Fisher is the square root of K-FAC's, this is
 steepest descent in the spectral norm. A factor that is stored as its diagonal has a diagonal P. U is scaled to a root mean
-square of 1, so the size of a step depends on the learning rate alone.
+square of 1, so the size of a step depends on the learning rate alone, unless there is no gradient (`NOTHING`).
 
 orth multiplies by a polynomial q of the Gram matrix (`orthogonalise`). With N written as r × n, r ≤ n, P of the narrower side
 and D of the wider one,
@@ -33,6 +33,11 @@ STACKED = 2**27
 """Largest number of entries of the matrices whose roots are computed together."""
 
 
+NOTHING = 1e-8
+"""Averaged gradients smaller than this, over the size of the gradient of one token, are what is left of earlier ones in the
+momentum of a layer whose gradient is zero now: its steps end with it."""
+
+
 @dataclass(frozen=True)
 class MatrixGroup:
     """Weights [o, m] of one shape, memory layout and sharding, whose steps are computed together."""
@@ -44,6 +49,8 @@ class MatrixGroup:
     """P of the narrower side [blocks, r, r], or its diagonal [blocks, r, 1], in the dtype of the step's products."""
     D: Tensor
     """P of the wider side [blocks, n, n], or its diagonal [blocks, 1, n], likewise."""
+    least: Tensor
+    """Norm of N [blocks, 1, 1] below which a direction is shorter: `NOTHING` · √(tr A · tr G), in float32 or float64."""
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -53,23 +60,28 @@ class MatrixGroup:
     def direction(self, n_BOM: Tensor, places: Sequence[int]) -> tuple[Tensor, Tensor]:
         """(Z, d) with the direction U = d·Z for every averaged gradient N [o, m] in a stack; `places`: their places in `names`.
 
-        U has a root mean square of 1, and is zero for a zero gradient; d broadcasts to Z, in float32, or float64 for float64
-        weights. N in `gradient_dtype`. 6 r²n + 30 r³ FLOPs a matrix for a diagonal D.
+        U has a root mean square of min(1, ‖N‖/`least`), and is zero for N = 0; d broadcasts to Z, in float32, or float64 for
+        float64 weights. N in `gradient_dtype`. 6 r²n + 30 r³ FLOPs a matrix for a diagonal D.
         """
-        P, D = (p if len(places) == len(self.names) else p[list(places)] for p in (self.P, self.D))
+        whole = len(places) == len(self.names)
+        P, D, least_B11 = (t if whole else t[list(places)] for t in (self.P, self.D, self.least))
         n_BRN = n_BOM.mT if self.turned else n_BOM
-        diagonal, to_range = D.shape[-2] == 1, SCALE / norms(n_BRN)  # the range of float16
+        sizes_B11 = norms(n_BRN)
+        diagonal, to_range = D.shape[-2] == 1, SCALE / sizes_B11  # the range of float16
         y_BRN = scaled_stack(n_BRN, D * to_range if diagonal else to_range, P.dtype)
         x_BRN = _times(P, y_BRN if diagonal else y_BRN @ D)
         z_BRN = _times(_times(P, orthogonaliser(_gram(x_BRN), P.dtype)), x_BRN)
         z_BRN, d_B1N = (z_BRN, D.to(to_range.dtype)) if diagonal else (z_BRN @ D, torch.ones_like(to_range))
         d_B1N = d_B1N * ((z_BRN.shape[-2] * z_BRN.shape[-1]) ** 0.5 / norms(norms(z_BRN, (-2,)) * d_B1N))
+        d_B1N = d_B1N * (sizes_B11 / least_B11).clamp(max=1)
         return (z_BRN.mT, d_B1N.mT) if self.turned else (z_BRN, d_B1N)
 
 
 def product_dtype(weight: Tensor) -> torch.dtype:
-    """Dtype of a step's products: float16 on a GPU, which a direction of even singular values bears; else the weight's."""
-    return weight.dtype if weight.dtype == torch.float64 or not weight.is_cuda else torch.float16
+    """Dtype of a step's products: float16 on a GPU, which a direction of even singular values bears; else float32 or wider."""
+    if weight.dtype == torch.float64:
+        return torch.float64
+    return torch.float16 if weight.is_cuda else torch.float32
 
 
 def _times(left: Tensor, right: Tensor) -> Tensor:
@@ -126,8 +138,15 @@ class WhitenedSteps:
             P, D = (P_A, P_G) if turned else (P_G, P_A)
             P, D = P if P.dim() == 3 else P[:, :, None], D if D.dim() == 3 else D[:, None, :]
             dtype = product_dtype(example)
-            self.groups.append(MatrixGroup(tuple(names), turned, P.to(dtype), D.to(dtype)))
+            sizes = torch.stack([_size(*sides[name]) for name in names])[:, None, None].to(example.device)
+            least_B11 = NOTHING * sizes.to(torch.promote_types(dtype, torch.float32)).clamp(min=1e-30)
+            self.groups.append(MatrixGroup(tuple(names), turned, P.to(dtype), D.to(dtype), least_B11))
         self._made_of = now
+
+
+def _size(A: Side, G: Side) -> Tensor:
+    """√(tr A · tr G), the root mean square of the gradient of one token, 0-dim."""
+    return torch.stack([factor.diagonal()[:width].sum() for factor, width in (A, G)]).clamp(min=0).sqrt().prod()
 
 
 def lambdas(blocks: Sequence[Block], damping: float) -> list[tuple[float, float]]:

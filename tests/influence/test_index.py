@@ -163,6 +163,26 @@ def test_a_build_that_was_killed_goes_on(tmp_path: Path, stage: str, monkeypatch
             assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+def test_gradients_that_are_added_to_a_complete_index_are_complete_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_builder, "SHARD", 2)
+    built(tmp_path / "index")
+
+    def kill(name: str, done: int, total: int) -> None:
+        if name == "gradients" and done == 2:
+            raise Killed
+
+    with pytest.raises(Killed):
+        build_index(corpus(), tmp_path / "index", BuildOptions(gradients="1MB"), kill)
+    with refused("index: ", "is not complete; expected gramian influence build to end first"):
+        Index(corpus(), tmp_path / "index")
+    index = built(tmp_path / "index", gradients="1MB")
+    del index.folder.facts["files"]["gradients-00003.safetensors"]
+    with refused("index: has gradients of 6 passages; expected 7"):
+        index.ask([Query("1 2", "3")]).scores("gradients")
+
+
 def test_another_model_text_or_option_is_refused(tmp_path: Path) -> None:
     built(tmp_path / "index")
     with refused("out: ", "is an index of another passages"):

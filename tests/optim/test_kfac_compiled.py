@@ -125,3 +125,28 @@ def test_a_plain_model_keeps_what_it_found(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.WARNING):
         optimizer = pair_steps(Pair())
     assert optimizer.kfac.state.only == {"first.weight", "second.weight"} and "head" not in caplog.text
+
+
+class Pictures(nn.Module):
+    """Has buffers that its forward changes, and a table that it makes at its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+        self.last = nn.Linear(4, 5)
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(torch.relu(self.norm(self.first(x)))).mean((2, 3))
+        self.table = torch.linspace(0, 1, 4, device=x.device) if self.table is None else self.table
+        return self.last(x + self.table)  # type: ignore[no-any-return]
+
+
+def test_the_search_for_the_output_layer_leaves_the_model_as_it_was() -> None:
+    model = in_place(Pictures(), "eager")
+    optimizer = gramian.optim.KFAC(model, **OPTIONS)
+    assert optimizer.kfac.state.only == {"first.weight", "second.weight"}
+    assert model.table is None and int(model.norm.num_batches_tracked) == 0 and not model.last._forward_hooks
+    with optimizer.capture(num_terms=4):
+        F.cross_entropy(model(torch.randn(4, 3, 6, 6)), torch.randint(5, (4,))).backward()
+    optimizer.step()

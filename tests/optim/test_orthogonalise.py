@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gramian.optim.orthogonalise import COEFFICIENTS, orthogonaliser
+from gramian.optim.whitened_steps import MatrixGroup, product_dtype
 
 
 def mapped(values: np.ndarray) -> np.ndarray:
@@ -68,3 +69,35 @@ def test_float16_keeps_small_singular_values_beside_large_ones(kind: str, error:
 
 def test_zero_is_no_reason_for_nan() -> None:
     assert not orthogonaliser(torch.zeros(2, 3, 3), torch.float32).isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_weights_of_any_precision_have_the_direction_of_float64(dtype: torch.dtype) -> None:
+    """In bfloat16, whose eight bits lose small singular values in the Gram matrix, the cosine would be 0.2."""
+    generator = torch.Generator().manual_seed(0)
+    n = torch.randn(1, 24, 40, generator=generator, dtype=torch.float64) * torch.logspace(
+        0, -2, 40, dtype=torch.float64
+    )
+    P, D = torch.eye(24, dtype=torch.float64)[None], torch.ones(1, 1, 40, dtype=torch.float64)
+    found = []
+    for one in (product_dtype(torch.zeros(1, dtype=dtype)), torch.float64):
+        z, d = MatrixGroup(("w",), False, P.to(one), D.to(one), torch.ones(1, 1, 1)).direction(n.to(one), [0])
+        found.append((z.double() * d.double()).flatten())
+    assert float(torch.nn.functional.cosine_similarity(*found, dim=0)) > 0.999
+
+
+@pytest.mark.parametrize(
+    "size", [0.0, 1e-44, 1e-40, 1e-35, 1e-30, 1e-28, 1e-26, 1e-24, 1e-22, 1e-12, 1.0, 1e12, 1e18, 1e30]
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_no_size_of_a_gradient_is_a_reason_for_nan(dtype: torch.dtype, size: float) -> None:
+    """Where squares underflow or overflow in float32, too; a gradient far below the factors' gives no step."""
+    generator = torch.Generator().manual_seed(0)
+    n = (torch.randn(1, 16, 24, generator=generator) * size).to(torch.bfloat16 if dtype == torch.float16 else dtype)
+    P, D = torch.eye(16, dtype=dtype)[None], torch.ones(1, 1, 24, dtype=dtype)
+    z, d = MatrixGroup(("w",), False, P, D, torch.full((1, 1, 1), 1e-8)).direction(n, [0])
+    rms = float((z.float() * d).square().mean().sqrt())
+    if 1e-18 < size < 1e17:
+        assert rms == pytest.approx(min(1.0, float(n.float().norm()) / 1e-8), rel=0.01)
+    else:
+        assert rms <= 1e-9

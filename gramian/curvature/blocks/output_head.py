@@ -1,5 +1,6 @@
 """Find the layer whose outputs are the logits."""
 
+import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -91,22 +92,28 @@ def _returned_layer(root: nn.Module, x: Tensor) -> str | None:
 
         return hook
 
-    owners = [(name, module) for name, module in named_modules(root) if any(True for _ in module.parameters(False))]
-    hooks = [module.register_forward_hook(note(name)) for name, module in owners if module is not root]
-    tensors = {**dict(root.named_parameters()), **dict(root.named_buffers())}
-    meta = {n: t.detach().to("meta").requires_grad_(t.is_floating_point()) for n, t in tensors.items()}
-    try:
-        with run_eagerly(), torch.enable_grad(), torch.device("meta"):
-            output = torch.func.functional_call(root, meta, (x,))
-    finally:
-        for handle in hooks:
-            handle.remove()
+    meta = _on_meta(root)
+    for name, module in named_modules(meta):
+        if module is not meta and any(True for _ in module.parameters(False)):
+            module.register_forward_hook(note(name))
+    with run_eagerly(), torch.enable_grad(), torch.device("meta"):
+        output = meta(x)
     found = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     logits = getattr(output, "logits", found[0] if found else None)
     node = logits.grad_fn if isinstance(logits, Tensor) else None
     while node is not None and node not in makers and any(kind in node.name() for kind in SAME_VALUES):
         node = node.next_functions[0][0] if node.next_functions else None
     return makers.get(node)
+
+
+def _on_meta(root: nn.Module) -> nn.Module:
+    """A copy of a model on the meta device: its forward changes nothing of the model, and no weight is copied."""
+    memo: dict[int, Any] = {}
+    for p in root.parameters():
+        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.is_floating_point())
+    for buffer in root.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(root, memo)
 
 
 def same_head(head: str, layer: str | None) -> str:

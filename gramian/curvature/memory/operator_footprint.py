@@ -5,7 +5,7 @@ Legend: n width of a side, r columns of a low-rank one, ⌈n⌉ the width that a
 | operators | of | one side | bytes of a number e |
 |---|---|---|---|
 | "inverse" | `gramian.precondition` | e·⌈n⌉²; low rank with r ≤ ¾·n: 2·e·⌈n⌉·⌈r⌉ + s·⌈n⌉; diagonal: s·⌈n⌉ | see `_number` |
-| "root" | `gramian.optim.KFAC` | e·n², diagonal: e·n, both without the bias | 2 on a GPU, else the weight's; float64: 8 |
+| "root" | `gramian.optim.KFAC` | e·n², diagonal: e·n, both without the bias | 2 on a GPU, else 4; float64: 8 |
 
 with s = 8 where e is, else 4. Blocks that share an A have an operator each.
 """
@@ -92,7 +92,7 @@ def _roots(form: BlockForm, A: FactorShape | None, G: FactorShape) -> OperatorBy
     if A is None:
         return OperatorBytes()
     inputs = form.inputs - form.bias
-    e = 2 if form.on_gpu and form.weight < DOUBLE else form.weight
+    e = 2 if form.on_gpu and form.weight < DOUBLE else max(form.weight, SINGLE)
     entries = [n if shape.kind == "diagonal" else n * n for shape, n in ((A, inputs), (G, form.outputs))]
     made = sum(n * shape.storage.itemsize for n, shape in zip(entries, (A, G), strict=True))
     number, old = max(form.weight, SINGLE), (0 if form.shared else A.rest) + G.rest
