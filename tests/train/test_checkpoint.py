@@ -688,6 +688,7 @@ def assert_survives(folder: Path) -> int:
         return newest.step
 
 
+@pytest.mark.full
 def test_a_process_killed_at_any_call_that_touches_the_disk_leaves_whole_checkpoints(
     tmp_path: Path, child: Child
 ) -> None:

@@ -90,6 +90,7 @@ def test_snapshots_hold_the_same_when_numbers_come_late(
         assert tensors.keys() == values.keys() and all(torch.equal(tensors[name], values[name]) for name in tensors)
 
 
+@pytest.mark.full
 def test_a_fault_that_is_seen_a_step_late_ends_in_the_same_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

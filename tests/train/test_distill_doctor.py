@@ -103,6 +103,7 @@ def padded(folder: Path, vocabulary: int) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_ids_that_no_token_has_count_where_both_sides_have_them(tmp_path: Path) -> None:
     """The loss is over the ids that both heads know, 320 of them, not over the tokenizer's 257."""
     told = {"kind": "huggingface", "path": str(padded(tmp_path / "student", 320)), "fresh": True, "width": 128}

@@ -353,6 +353,7 @@ def spoiled(positions: set[int], seen: list[tuple[int, float, float]]) -> Callab
     return fault
 
 
+@pytest.mark.full
 def test_a_rollback_restores_the_temperature_and_keeps_what_evaluations_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -532,6 +533,7 @@ def test_a_bug_in_the_loop_is_seen(bug: str, tmp_path: Path) -> None:
             check_loop(tmp_path / "run", **LOOPS[kind])
 
 
+@pytest.mark.full
 def test_a_dead_switch_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference took its measure at step 500, inside of "every 300 steps"."""
     bug = Edit(

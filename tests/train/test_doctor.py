@@ -472,6 +472,7 @@ class Breaking(nn.Module):
         return x + torch.tensor(np.random.default_rng(0).random())
 
 
+@pytest.mark.full
 def test_graph_breaks_are_listed_with_their_place_and_fix(windows: Windows) -> None:
     def breaking(model: GPT) -> None:
         model.final_norm = Breaking()  # type: ignore[assignment]
@@ -659,6 +660,7 @@ def test_what_a_section_refuses_is_a_failed_check_with_its_words() -> None:
 # ---- Hugging Face models ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_hugging_face_model_is_examined(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     shape = transformers.GPT2Config(

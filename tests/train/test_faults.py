@@ -634,6 +634,7 @@ def test_a_rollback_of_a_private_run_does_not_spend_more_than_its_target(tmp_pat
     assert all(not event["covered_by_epsilon"] for event in events(config, "rollback"))
 
 
+@pytest.mark.full
 def test_numbers_and_words_of_a_private_run_are_labelled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     privacy = {**UNPROVEN, "decisions": "public_validation"}
     config = small(tmp_path / "run", run={"steps": 6}, eval={"every": 5}, privacy=privacy, precision={"kind": "fp16"})

@@ -118,6 +118,7 @@ def test_windows_that_see_each_other_are_refused_before_the_first_release(tmp_pa
     assert not list((tmp_path / "run").glob("metrics.jsonl")) or not (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
+@pytest.mark.full
 def test_a_failed_repetition_stays_in_the_record_of_the_resumed_run(tmp_path: Path) -> None:
     config, fail = private(tmp_path / "run", proof=1), [1]
     with pytest.raises(GramianError, match="when other samples are replaced"):
@@ -164,6 +165,7 @@ def states(config: Config) -> dict[str, dict[str, torch.Tensor]]:
     return {folder.name: load_file(folder / "state.safetensors") for folder in folders}
 
 
+@pytest.mark.full
 def test_no_figure_without_noise_changes_the_weights_or_which_of_them_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,6 +234,7 @@ def test_a_part_of_the_private_data_is_not_public(tmp_path: Path) -> None:
     small(tmp_path / "run", data={**data, "validation_files": [str(tmp_path / "b.txt")]}, **keys)
 
 
+@pytest.mark.full
 def test_a_step_that_the_loss_scaler_leaves_out_leaves_epsilon_not_valid(tmp_path: Path) -> None:
     config = private(tmp_path / "run", precision="fp16")
 
