@@ -108,7 +108,7 @@ def _run(arguments: argparse.Namespace, grid: ProcessGrid) -> int:
         more = "; the same command goes on from there" if arguments.action == "build" else ""
         raise RunFailed(f"influence: interrupted{more}") from None
     except GramianError as problem:
-        if FAILED_ON_ONE.match(str(problem)):  # that process exits with 1, and so do all others
+        if FAILED_ON_ONE.match(str(problem)):  # the exit code is 1 on all processes, as on the one that failed
             raise RunFailed(f"influence: {problem}") from None
         raise
     except (RuntimeError, MemoryError) as problem:

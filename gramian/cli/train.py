@@ -160,7 +160,7 @@ def _one_line_failures(grid: ProcessGrid) -> Iterator[None]:
     except DataWorkerDied as problem:
         raise RunFailed(str(problem)) from None
     except GramianError as problem:
-        if FAILED_ON_ONE.match(str(problem)):  # that process exits with 1, and so do all others
+        if FAILED_ON_ONE.match(str(problem)):  # the exit code is 1 on all processes, as on the one that failed
             raise RunFailed(str(problem)) from None
         raise
     except (RuntimeError, MemoryError) as problem:

@@ -10,7 +10,7 @@ LOCK = ".lock"
 
 
 class FolderLock:
-    """The lock of a folder that exists, taken when this object is made and held until `release`.
+    """An exclusive lock on an existing folder, from the creation of this object to `release` or the end of the process.
 
     A file that is open for writing is locked, and not the folder itself: network file systems refuse the latter. Processes
     that are forked, such as data workers, do not have it: they outlive a killed process for some seconds.
@@ -34,7 +34,7 @@ class FolderLock:
             raise
 
     def release(self) -> None:
-        """Let others take the lock; nothing happens if this object does not have it any more."""
+        """Unlock the folder; a second call does nothing."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

@@ -375,7 +375,7 @@ class KFACNaturalGradient(SavedFactors, FisherSpectrum):
             free: bytes free there, from which "auto" storage and eigendecompositions choose GPU or CPU; None: no limit.
             world_size: number of processes that share the tokens; bytes are those of one process.
             fit: whether the factors come from `fit`, which with `ekfac` stores no tokens; a memory_budget implies it.
-            operators: kept by an optimizer: "inverse" by `gramian.precondition`, "root" by `optim.KFAC`; None: none.
+            operators: also count operators: "inverse" those of `gramian.precondition`, "root" of `optim.KFAC`; None: no.
 
         Returns:
             The plan: `.rows` (one per block), `.total(device)` (peak bytes); `str()` is a table.

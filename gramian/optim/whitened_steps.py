@@ -146,7 +146,8 @@ class WhitenedSteps:
 
 def _size(A: Side, G: Side) -> Tensor:
     """√(tr A · tr G), the root mean square of the gradient of one token, 0-dim."""
-    return torch.stack([factor.diagonal()[:width].sum() for factor, width in (A, G)]).clamp(min=0).sqrt().prod()
+    roots = [factor.diagonal()[:width].sum().clamp(min=0).sqrt() for factor, width in (A, G)]
+    return roots[0] * roots[1].to(roots[0].device)
 
 
 def lambdas(blocks: Sequence[Block], damping: float) -> list[tuple[float, float]]:

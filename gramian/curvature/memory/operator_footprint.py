@@ -128,8 +128,8 @@ def _inverse(shape: FactorShape, e: int) -> int:
 def _number(form: BlockForm, A: FactorShape | None, G: FactorShape) -> int:
     """Bytes of a number in an inverse.
 
-    Factors in half precision are applied in float32, on a GPU also as pairs of bfloat16 (6 bytes) or in less; others in the
-    dtype of `form.algebra`: as condition numbers are not known, float64 is the bound.
+    Factors in half precision have float32 inverses, or on a GPU at most three bfloat16 numbers an entry (6 bytes). Others have
+    the dtype of `form.algebra`: float64 if a large condition number may need it.
     """
     shapes = [shape for shape in (A, G) if shape is not None]
     wide = [shape for shape in shapes if shape.kind != "diagonal" and shape.storage not in HALF]
