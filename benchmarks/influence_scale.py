@@ -59,9 +59,9 @@ def main() -> None:
         "only": options.only,
         "gradients_asked": options.gradients,
     }
-    for _ in passage_losses(corpus, 0, options.batch, options.batch):
+    for _ in passage_losses(corpus, range(options.batch), options.batch):
         pass
-    found["plain_seconds"] = _timed(lambda: list(passage_losses(corpus, 0, len(corpus), options.batch)))
+    found["plain_seconds"] = _timed(lambda: list(passage_losses(corpus, range(len(corpus)), options.batch)))
     folder = Path(tempfile.mkdtemp())
     marks: dict[str, float] = {}
     begun = time.perf_counter()
@@ -104,7 +104,7 @@ def main() -> None:
     print(json.dumps(found, indent=1), flush=True)
     print(write(options.name, found))
     if options.page is not None:
-        findings, _ = find(asked, corpus, top=5)
+        findings, _ = stage("find", lambda: find(asked, corpus, top=5))
         options.page.write_text(page_html("Influence", findings))
         options.page.with_suffix(".json").write_text(json.dumps(findings))
     shutil.rmtree(folder)

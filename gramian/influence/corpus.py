@@ -104,9 +104,9 @@ class PassageCorpus:
         open_ended = found[0].kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         return "input_ids" if open_ended or any(p.name == "input_ids" for p in found) else found[0].name
 
-    def passages(self, first: int, count: int) -> Batch:
-        """The batch of `count` passages from number `first` on, fewer at the end."""
-        rows = slice(first, first + count)
+    def passages(self, numbers: Sequence[int]) -> Batch:
+        """The batch of the passages of some numbers."""
+        rows = torch.tensor(numbers)
         return self.batch(self.tokens_NT[rows], self.targets_NT[rows])
 
     def text(self, number: int) -> str:

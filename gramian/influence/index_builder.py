@@ -209,14 +209,15 @@ def _fit(
 ) -> None:
     """Fit the factors to all passages and write them, on the first process."""
     kfac = options.kfac(next(corpus.model.parameters()).dtype, shared.grid)
-    starts, end = range(0, len(corpus), options.batch)[shared.grid.rank :: shared.grid.size], len(corpus)
+    starts = range(0, len(corpus), options.batch)[shared.grid.rank :: shared.grid.size]
+    batches = [range(first, min(first + options.batch, len(corpus))) for first in starts]
     kfac.fit(
         corpus.model,
-        _Again(lambda: (corpus.passages(first, options.batch) for first in starts)),
+        _Again(lambda: (corpus.passages(numbers) for numbers in batches)),
         options.fisher,
-        sample_ids=_Again(lambda: (torch.arange(first, min(first + options.batch, end)) for first in starts)),
+        sample_ids=_Again(lambda: (torch.tensor(numbers) for numbers in batches)),
         causal_shift=False,
-        progress=lambda stage, done: report(stage, done, len(starts)),
+        progress=lambda stage, done: report(stage, done, len(batches)),
     )
     if kfac.dropped:
         why = kfac.dropped[-1]["reason"]
@@ -306,7 +307,7 @@ def compressed(corpus: PassageCorpus, sketch: GradientSketch, first: int, count:
     """Compressed gradients [count, columns] of `count` passages from number `first` on."""
     matrices, vectors = MatrixGradients(sketch), VectorGradients(sketch)
     with Capture(corpus.model, matrices, vectors, loss_reduction="sum") as seen:
-        for _ in passage_losses(corpus, first, count, batch):
+        for _ in passage_losses(corpus, range(first, first + count), batch):
             pass
         parts: list[Tensor] = [part for part in (seen[matrices], seen[vectors]) if part.numel()]
     return parts[0] if len(parts) == 1 else parts[0] + parts[1].to(parts[0])

@@ -175,16 +175,13 @@ class Asked:
         if not passages:
             return [torch.zeros(0) for _ in statistics]
         corpus, batch = self._index.corpus, self._index.options.batch
-        runs = _runs(passages)
-        total, done = sum(-(-count // batch) for _, count in runs), 0
+        total = -(-len(passages) // batch)
         with (
             counted_parameters(corpus.model, self._index.options.only),
             Capture(corpus.model, *statistics, loss_reduction="sum") as seen,
         ):
-            for first, count in runs:
-                for _ in passage_losses(corpus, first, count, batch):
-                    done += 1
-                    report("scores", done, total)
+            for done, _ in enumerate(passage_losses(corpus, passages, batch), start=1):
+                report("scores", done, total)
             return [seen[statistic] for statistic in statistics]
 
     def _from_gradients(self, report: Progress) -> Tensor:
@@ -269,14 +266,3 @@ def continued(corpus: PassageCorpus, prompt: str, length: int = 20) -> Query:
 
 def _trained(corpus: PassageCorpus) -> list[tuple[str, torch.nn.Parameter]]:
     return [(name, p) for name, p in unique_parameters(corpus.model) if p.requires_grad]
-
-
-def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """(first, count) of the runs of consecutive numbers, in order."""
-    runs: list[tuple[int, int]] = []
-    for number in numbers:
-        if runs and number == sum(runs[-1]):
-            runs[-1] = runs[-1][0], runs[-1][1] + 1
-        else:
-            runs.append((number, 1))
-    return runs

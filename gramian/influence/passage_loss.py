@@ -1,6 +1,6 @@
 """The loss of passages and of queries, −log p in nats summed over their targets, and its backward."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,14 @@ def nats_of(model: nn.Module, batch: Batch) -> Tensor:
     return nats.view_as(labels_BT).sum(1)
 
 
-def passage_losses(corpus: PassageCorpus, first: int, count: int, batch: int) -> Iterator[Tensor]:
-    """Run forward and backward of the summed loss of passages, a batch at a time; yields the nats [B] of each batch.
+def passage_losses(corpus: PassageCorpus, numbers: Sequence[int], batch: int) -> Iterator[Tensor]:
+    """Run forward and backward of the summed loss of the passages of some numbers; yields the nats [B] of every `batch`.
 
     Gradients are for a capture around it: `p.grad` is None afterwards.
     """
-    for start in range(first, first + count, batch):
+    for first in range(0, len(numbers), batch):
         corpus.model.zero_grad(set_to_none=True)
-        nats_B = nats_of(corpus.model, corpus.passages(start, min(batch, first + count - start)))
+        nats_B = nats_of(corpus.model, corpus.passages(numbers[first : first + batch]))
         nats_B.sum().backward()
         corpus.model.zero_grad(set_to_none=True)
         yield nats_B.detach()

@@ -4,31 +4,25 @@ The recipe is the best of those that were searched in `benchmarks/optimizer_reci
 what each part contributes, and where it stands beside AdamW and Muon.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from gramian.core.errors import GramianError
-from gramian.curvature.blocks.block_specs import Spec, find_blocks
+from gramian.curvature.blocks.block_specs import find_blocks
 from gramian.curvature.blocks.consistency import check_number, unique_parameters
 from gramian.curvature.blocks.output_head import compiled_head, known_head, warn_unknown_head
 from gramian.curvature.estimate.kfac_capture import IdleCapture, KFACCapture
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.persist import curvature_record
-from gramian.kernels.matrix_steps import nesterov_averages, scaled_steps
 from gramian.linalg.factors.factor import fetch_bounds
-from gramian.optim.whitened_steps import MatrixGroup, WhitenedSteps, lambdas
+from gramian.optim.matrix_step import MatrixStep, gradient_part, local_part, step_together, together
+from gramian.optim.whitened_steps import WhitenedSteps, lambdas
 from gramian.taps.model.user_names import is_compiled, unwrap
-
-MATRIX_RATE = 4.0
-"""Learning rate of weight matrices over `lr`, that of everything else."""
-RMS = 0.2
-"""Root mean square of a matrix's step over its learning rate, as AdamW's is in the long run."""
 
 
 class KFAC(Optimizer):
@@ -181,16 +175,7 @@ class KFAC(Optimizer):
             live = [p for p in group["params"] if p.grad is not None]
             self._step_adamw(group, [p for p in live if self._names[id(p)] not in whitened])
         self._steps.update(whitened, {name: trained[name][0] for name in whitened})
-        for matrices in self._steps.groups:
-            for group in self.param_groups:
-                places = [
-                    place
-                    for place, name in enumerate(matrices.names)
-                    if trained[name][1] is group and trained[name][0].grad is not None
-                ]
-                if places:
-                    specs = [whitened[matrices.names[place]].spec for place in places]
-                    self._step_matrices(group, matrices, places, specs, [trained[s.parameters[0]][0] for s in specs])
+        self._step_matrices(trained)
         return loss
 
     def record(self) -> dict[str, Any]:
@@ -265,39 +250,25 @@ class KFAC(Optimizer):
 
     # ---- the two kinds of step ---------------------------------------------------------------------------------------
 
-    def _step_matrices(
-        self,
-        group: Mapping[str, Any],
-        matrices: MatrixGroup,
-        places: Sequence[int],
-        specs: Sequence[Spec],
-        weights: Sequence[nn.Parameter],
-    ) -> None:
-        """Step weights of one shape and one parameter group: M, N, U and W of the class's formula.
-
-        `places` are those of the weights in `matrices`. M stays sharded as its weight is; N is gathered.
-        """
-        for p in weights:
-            if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        gradients = [_local(_like(p.grad, p)) for p in weights]
-        momenta = [_local(self.state[p]["momentum_buffer"]) for p in weights]
-        n = nesterov_averages(momenta, gradients, group["momentum"], matrices.gradient_dtype)
-        sharded = isinstance(weights[0], DTensor)
-        if sharded:
-            n = torch.stack([_gathered(one, p) for one, p in zip(n, weights, strict=True)])
-        turned = specs[0].layout == "in_out"
-        z_BOM, d_BOM = matrices.direction(n.mT if turned else n.flatten(2), places)
-        z, d = (z_BOM.mT, d_BOM.mT) if turned else (z_BOM, d_BOM)
-        z = z.reshape(n.shape)
-        if sharded:
-            whole = (z.flatten(2) * d).view_as(z)
-            z, d = (
-                torch.stack([_shard(one, p) for one, p in zip(whole, weights, strict=True)]),
-                torch.ones_like(d[:1, :1, :1]),
-            )
-        rate = MATRIX_RATE * float(group["lr"])
-        scaled_steps([_local(p) for p in weights], z, -RMS * rate * d, keep=1 - rate * group["weight_decay"])
+    def _step_matrices(self, trained: Mapping[str, tuple[nn.Parameter, dict[str, Any]]]) -> None:
+        """Step the weights of `trained` {name: (parameter, its group)} that have operators, and a gradient."""
+        steps = []
+        for matrices in self._steps.groups:
+            for group in self.param_groups:
+                places = [
+                    place
+                    for place, name in enumerate(matrices.names)
+                    if trained[name][1] is group and trained[name][0].grad is not None
+                ]
+                weights = [trained[matrices.names[place]][0] for place in places]
+                for p in weights:
+                    if "momentum_buffer" not in self.state[p]:
+                        self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                momenta = [self.state[p]["momentum_buffer"] for p in weights]
+                if places:
+                    steps.append(MatrixStep(group, matrices, places, weights, momenta))
+        for some in together(steps):
+            step_together(some)
 
     def _step_adamw(self, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> None:
         """AdamW's step of some parameters; those of fewer than two dimensions do not decay."""
@@ -314,10 +285,10 @@ class KFAC(Optimizer):
                     self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
             states = [self.state[p] for p in some]
             adamw(
-                [_local(p) for p in some],
-                [_local(_like(p.grad, p)) for p in some],
-                [_local(state["exp_avg"]) for state in states],
-                [_local(state["exp_avg_sq"]) for state in states],
+                [local_part(p) for p in some],
+                [gradient_part(p) for p in some],
+                [local_part(state["exp_avg"]) for state in states],
+                [local_part(state["exp_avg_sq"]) for state in states],
                 [],
                 [state["step"] for state in states],
                 foreach=not group["fused"],
@@ -363,35 +334,3 @@ def _check_options(group: Mapping[str, Any]) -> None:
 def _storage(model: nn.Module) -> str:
     """Dtype of factors: float32, so that they are not rounded at every refresh; float64 for a float64 model."""
     return "fp64" if any(p.dtype == torch.float64 for p in model.parameters()) else "fp32"
-
-
-def _local(t: Tensor) -> Tensor:
-    """The part of a tensor that this process has."""
-    return t.to_local() if isinstance(t, DTensor) else t
-
-
-def _like(gradient: Tensor | None, p: nn.Parameter) -> Tensor:
-    """A gradient, sharded as its parameter is."""
-    assert gradient is not None
-    if isinstance(gradient, DTensor) and isinstance(p, DTensor) and gradient.placements != p.placements:
-        return gradient.redistribute(placements=p.placements)
-    return gradient
-
-
-def _gathered(local: Tensor, p: nn.Parameter) -> Tensor:
-    """The full tensor whose part `local` is sharded as the parameter is."""
-    if not isinstance(p, DTensor):
-        return local
-    mesh, places = p.device_mesh, p.placements
-    whole = DTensor.from_local(local, mesh, places, run_check=False, shape=p.shape, stride=p.stride())
-    return whole.full_tensor()
-
-
-def _shard(whole: Tensor, p: nn.Parameter) -> Tensor:
-    """This process's part of a tensor that every process has in full, sharded as the parameter is."""
-    if not isinstance(p, DTensor):
-        return whole
-    replicated = [Replicate()] * p.device_mesh.ndim
-    own = whole.contiguous()
-    found = DTensor.from_local(own, p.device_mesh, replicated, run_check=False, shape=own.shape, stride=own.stride())
-    return found.redistribute(placements=p.placements).to_local()

@@ -37,7 +37,7 @@ def orthogonaliser(gram_BRR: Tensor, dtype: torch.dtype) -> Tensor:
     A, rest = scaled_in_parts(gram_BRR, SCALE / traces_B11.clamp(min=SCALE * torch.finfo(gram_BRR.dtype).tiny), dtype)
     Q = p = _polynomial(A, COEFFICIENTS[0])
     p2 = p @ p
-    A = torch.baddbmm(A @ p2, rest, p2)
+    A = (A @ p2).baddbmm_(rest, p2)
     for coefficients in COEFFICIENTS[1:-1]:
         p = _polynomial(A, coefficients)
         Q, A = Q @ p, A @ p @ p

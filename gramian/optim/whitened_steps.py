@@ -51,18 +51,16 @@ class MatrixGroup:
     """P of the wider side [blocks, n, n], or its diagonal [blocks, 1, n], likewise."""
     least: Tensor
     """Norm of N [blocks, 1, 1] below which a direction is shorter: `NOTHING` · √(tr A · tr G), in float32 or float64."""
+    in_out: bool = False
+    """Whether weights are stored as [m, o]."""
 
     @property
     def gradient_dtype(self) -> torch.dtype:
         """Dtype in which averaged gradients are stacked: bfloat16, which has their range, where products are in float16."""
         return torch.bfloat16 if self.P.dtype == torch.float16 else self.P.dtype
 
-    def direction(self, n_BOM: Tensor, places: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """(Z, d) with the direction U = d·Z for every averaged gradient N [o, m] in a stack; `places`: their places in `names`.
-
-        U has a root mean square of min(1, ‖N‖/`least`), and is zero for N = 0; d broadcasts to Z, in float32, or float64 for
-        float64 weights. N in `gradient_dtype`. 6 r²n + 30 r³ FLOPs a matrix for a diagonal D.
-        """
+    def whitened(self, n_BOM: Tensor, places: Sequence[int]) -> "WhitenedGradients":
+        """Averaged gradients N [o, m] in a stack, in `gradient_dtype`, as X; `places` are those of their weights in `names`."""
         whole = len(places) == len(self.names)
         P, D, least_B11 = (t if whole else t[list(places)] for t in (self.P, self.D, self.least))
         n_BRN = n_BOM.mT if self.turned else n_BOM
@@ -70,11 +68,47 @@ class MatrixGroup:
         diagonal, to_range = D.shape[-2] == 1, SCALE / sizes_B11  # the range of float16
         y_BRN = scaled_stack(n_BRN, D * to_range if diagonal else to_range, P.dtype)
         x_BRN = _times(P, y_BRN if diagonal else y_BRN @ D)
-        z_BRN = _times(_times(P, orthogonaliser(_gram(x_BRN), P.dtype)), x_BRN)
-        z_BRN, d_B1N = (z_BRN, D.to(to_range.dtype)) if diagonal else (z_BRN @ D, torch.ones_like(to_range))
-        d_B1N = d_B1N * ((z_BRN.shape[-2] * z_BRN.shape[-1]) ** 0.5 / norms(norms(z_BRN, (-2,)) * d_B1N))
-        d_B1N = d_B1N * (sizes_B11 / least_B11).clamp(max=1)
+        return WhitenedGradients(x_BRN, P, D, (sizes_B11 / least_B11).clamp(max=1), self.turned)
+
+
+@dataclass(frozen=True)
+class WhitenedGradients:
+    """Averaged gradients of weights of one shape as X = P N D, on their way to the direction U."""
+
+    x_BRN: Tensor
+    P: Tensor
+    D: Tensor
+    lengths_B11: Tensor
+    """Root mean square of U: min(1, ‖N‖/`least`)."""
+    turned: bool
+
+    @property
+    def grams(self) -> Tensor:
+        """XXᵀ of every matrix, in float32 for float16 on a GPU, else in the dtype of X."""
+        x_BRN = self.x_BRN
+        wide = x_BRN.is_cuda and x_BRN.dtype == torch.float16
+        return torch.bmm(x_BRN, x_BRN.mT, out_dtype=torch.float32) if wide else x_BRN @ x_BRN.mT
+
+    def direction(self, q_BRR: Tensor) -> tuple[Tensor, Tensor]:
+        """(Z, d) with U = d·Z [o, m], for the polynomials q(XXᵀ); d broadcasts to Z, in float32, or float64 for float64 X."""
+        z_BRN = _times(_times(self.P, q_BRR), self.x_BRN)
+        diagonal, dtype = self.D.shape[-2] == 1, self.lengths_B11.dtype
+        z_BRN, d_B1N = (z_BRN, self.D.to(dtype)) if diagonal else (z_BRN @ self.D, torch.ones_like(self.lengths_B11))
+        size = (z_BRN.shape[-2] * z_BRN.shape[-1]) ** 0.5
+        d_B1N = d_B1N * (size * self.lengths_B11 / norms(norms(z_BRN, (-2,)) * d_B1N))
         return (z_BRN.mT, d_B1N.mT) if self.turned else (z_BRN, d_B1N)
+
+
+def directions(several: Sequence[WhitenedGradients]) -> list[tuple[Tensor, Tensor]]:
+    """(Z, d) with the directions U = d·Z of stacks whose narrower sides have one width, dtype and device.
+
+    U has a root mean square of 1, less where N is smaller than `least`, and is zero for N = 0. 6 r²n + 30 r³ FLOPs a matrix
+    with a diagonal D. All Gram matrices are orthogonalised in one stack.
+    """
+    grams = [one.grams for one in several]
+    q_BRR = orthogonaliser(grams[0] if len(grams) == 1 else torch.cat(grams), several[0].P.dtype)
+    parts = q_BRR.split([len(gram) for gram in grams])
+    return [one.direction(part) for one, part in zip(several, parts, strict=True)]
 
 
 def product_dtype(weight: Tensor) -> torch.dtype:
@@ -89,12 +123,6 @@ def _times(left: Tensor, right: Tensor) -> Tensor:
     if left.shape[-1] == 1:
         return left * right
     return left @ right if right.stride(-1) == 1 else (right.mT @ left.mT).mT
-
-
-def _gram(x_BRN: Tensor) -> Tensor:
-    """XXᵀ of a stack, in float32 for float16 on a GPU, else in the dtype given."""
-    wide = x_BRN.is_cuda and x_BRN.dtype == torch.float16
-    return torch.bmm(x_BRN, x_BRN.mT, out_dtype=torch.float32) if wide else x_BRN @ x_BRN.mT
 
 
 Side = tuple[Factor, int]
@@ -140,7 +168,8 @@ class WhitenedSteps:
             dtype = product_dtype(example)
             sizes = torch.stack([_size(*sides[name]) for name in names])[:, None, None].to(example.device)
             least_B11 = NOTHING * sizes.to(torch.promote_types(dtype, torch.float32)).clamp(min=1e-30)
-            self.groups.append(MatrixGroup(tuple(names), turned, P.to(dtype), D.to(dtype), least_B11))
+            in_out = blocks[names[0]].spec.layout == "in_out"
+            self.groups.append(MatrixGroup(tuple(names), turned, P.to(dtype), D.to(dtype), least_B11, in_out))
         self._made_of = now
 
 

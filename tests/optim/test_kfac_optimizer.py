@@ -10,6 +10,8 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 import gramian
+from gramian.optim import kfac_optimizer, matrix_step
+from gramian.optim.matrix_step import step_together
 from tests.kit.mutations import RED, Edit
 from tests.kit.refusals import refused
 from tests.optim.oracle import Oracle
@@ -102,8 +104,9 @@ BUGS = {
     "no mean": Edit("whitened_steps:_roots", "stack_BNN /= _mean", "stack_BNN *= _mean"),
     "no Nesterov": Edit("matrix_steps:nesterov_averages_twin", "lerp(list(gradients),", "lerp(list(momenta),"),
     "one scale for all columns": Edit(
-        "MatrixGroup.direction", "(z_BRN, D.to(to_range.dtype))", "(z_BRN, torch.ones_like(to_range))"
+        "WhitenedGradients.direction", "(z_BRN, self.D.to(dtype))", "(z_BRN, torch.ones_like(self.lengths_B11))"
     ),
+    "the direction of another shape": Edit("whitened_steps:directions", "parts, strict", "parts[::-1], strict"),
     "decay of norms": Edit("KFAC._step_adamw", "(0.0, [p for p", "(0.1, [p for p"),
 }
 """Bugs that the oracle must see."""
@@ -113,6 +116,24 @@ BUGS = {
 def test_a_bug_turns_the_oracle_red(bug: str) -> None:
     with BUGS[bug].applied(), pytest.raises(RED):
         against_the_oracle("words")
+
+
+def test_weights_of_several_shapes_step_together_as_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one width of their narrower sides, as many as the limit takes; a shape that is larger than the limit by itself."""
+    apart, steps = model_of("words"), 4
+    sizes: list[int] = []
+    monkeypatch.setattr(
+        kfac_optimizer, "step_together", lambda some: (sizes.append(len(some)), step_together(some))[-1]
+    )
+    for limit, lists in ((0, [1, 1, 1]), (2 * 6 * 6, [1, 2]), (2**24, [1, 2])):
+        monkeypatch.setattr(matrix_step, "TOGETHER", limit)
+        sizes.clear()
+        model = model_of("words") if limit else apart
+        optimizer = gramian.optim.KFAC(model, **OPTIONS)
+        for step in range(steps):
+            stepped(optimizer, model, batch_of("words", step))
+        assert sorted(sizes) == sorted(steps * lists)
+        same(model, apart, 1e-12)
 
 
 # ---- what an optimizer has to do -------------------------------------------------------------------------------------

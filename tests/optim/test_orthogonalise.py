@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gramian.optim.orthogonalise import COEFFICIENTS, orthogonaliser
-from gramian.optim.whitened_steps import MatrixGroup, product_dtype
+from gramian.optim.whitened_steps import MatrixGroup, directions, product_dtype
 
 
 def mapped(values: np.ndarray) -> np.ndarray:
@@ -81,7 +81,8 @@ def test_weights_of_any_precision_have_the_direction_of_float64(dtype: torch.dty
     P, D = torch.eye(24, dtype=torch.float64)[None], torch.ones(1, 1, 40, dtype=torch.float64)
     found = []
     for one in (product_dtype(torch.zeros(1, dtype=dtype)), torch.float64):
-        z, d = MatrixGroup(("w",), False, P.to(one), D.to(one), torch.ones(1, 1, 1)).direction(n.to(one), [0])
+        group = MatrixGroup(("w",), False, P.to(one), D.to(one), torch.ones(1, 1, 1))
+        [(z, d)] = directions([group.whitened(n.to(one), [0])])
         found.append((z.double() * d.double()).flatten())
     assert float(torch.nn.functional.cosine_similarity(*found, dim=0)) > 0.999
 
@@ -95,7 +96,7 @@ def test_no_size_of_a_gradient_is_a_reason_for_nan(dtype: torch.dtype, size: flo
     generator = torch.Generator().manual_seed(0)
     n = (torch.randn(1, 16, 24, generator=generator) * size).to(torch.bfloat16 if dtype == torch.float16 else dtype)
     P, D = torch.eye(16, dtype=dtype)[None], torch.ones(1, 1, 24, dtype=dtype)
-    z, d = MatrixGroup(("w",), False, P, D, torch.full((1, 1, 1), 1e-8)).direction(n, [0])
+    [(z, d)] = directions([MatrixGroup(("w",), False, P, D, torch.full((1, 1, 1), 1e-8)).whitened(n, [0])])
     rms = float((z.float() * d).square().mean().sqrt())
     if 1e-18 < size < 1e17:
         assert rms == pytest.approx(min(1.0, float(n.float().norm()) / 1e-8), rel=0.01)

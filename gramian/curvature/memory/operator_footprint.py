@@ -10,6 +10,7 @@ Legend: n width of a side, r columns of a low-rank one, ⌈n⌉ the width that a
 with s = 8 where e is, else 4. Blocks that share an A have an operator each.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -29,6 +30,8 @@ UNUSED = "unused"
 """Factors that no step uses: those of the output layer, which `gramian.optim.KFAC` may not know before its first refresh."""
 APPLIED = {"inverse": 3, "root": 6}
 """{operators: matrices like Y [o, m] that a step stores for the blocks of one shape, beside its result}."""
+TOGETHER = 2**24
+"""Largest number of entries of Gram matrices of several shapes in one step."""
 GRAMS = 8
 """Matrices of the narrower side's width that a step with roots stores beside these."""
 
@@ -51,7 +54,9 @@ class OperatorBytes(NamedTuple):
     result: int = 0
     """Bytes of the block's part of a step that stay stored until all blocks have theirs."""
     applying: int = 0
-    """Bytes on top, for the blocks of one shape at a time, while the step is computed."""
+    """Bytes on top while the step is computed: for the blocks of one shape, and for those that step together with them."""
+    gram: int = 0
+    """Entries of the Gram matrix of a step with roots; blocks of one number of entries may step together."""
 
     @property
     def stored(self) -> int:
@@ -70,6 +75,21 @@ def operator_bytes(form: BlockForm, A: FactorShape | None, G: FactorShape) -> Op
     if form.operators in ("", UNUSED) or any(shape.processes > 1 for shape in shapes):
         return OperatorBytes()
     return _roots(form, A, G) if form.operators == "root" else _inverses(form, A, G)
+
+
+def applied_together(operators: Mapping[OperatorBytes, int]) -> int:
+    """Most bytes on top while steps are computed, for {operators of a block: number of such blocks}.
+
+    Blocks of one shape at a time; small ones with roots with others whose Gram matrices are as large.
+    """
+    found = max((count * one.applying for one, count in operators.items()), default=0)
+    for gram in {one.gram for one in operators} - {0}:
+        room, several = TOGETHER // gram, 0
+        for one in sorted((one for one in operators if one.gram == gram), key=lambda one: -one.applying):
+            taken = min(operators[one], room)
+            room, several = room - taken, several + taken * one.applying
+        found = max(found, several)
+    return found
 
 
 def thinner(shapes: list[FactorShape]) -> list[FactorShape]:
@@ -98,7 +118,8 @@ def _roots(form: BlockForm, A: FactorShape | None, G: FactorShape) -> OperatorBy
     number, old = max(form.weight, SINGLE), (0 if form.shared else A.rest) + G.rest
     computed = max(A.storage.itemsize, G.storage.itemsize)
     found = _operators("root", [e * n for n in entries], made, computed, old, y=number * form.outputs * inputs)
-    return found._replace(applying=found.applying + GRAMS * number * min(form.outputs, inputs) ** 2)
+    gram = min(form.outputs, inputs) ** 2
+    return found._replace(applying=found.applying + GRAMS * number * gram, gram=gram)
 
 
 def _operators(

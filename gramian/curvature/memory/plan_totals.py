@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from gramian.curvature.memory.block_footprint import Footprint
 from gramian.curvature.memory.factor_shape import FactorisationBytes
-from gramian.curvature.memory.operator_footprint import OperatorBytes
+from gramian.curvature.memory.operator_footprint import OperatorBytes, applied_together
 
 STAGES = ("collect", "build", "rest", "use", "apply", "ready")
 """Stages of a plan, the columns of its table: tokens are collected, factors are built, stored, factorised and applied, and
@@ -71,9 +71,8 @@ class PlanTotal:
 
     @property
     def stepping(self) -> int:
-        """Bytes on top of the operators while they are applied: results of all blocks, and the largest stack's matrices."""
-        applying = max((count * one.applying for one, count in self.operators.items()), default=0)
-        return self._of_operators("result") + applying
+        """Bytes on top of the operators while they are applied: results of all blocks, and the largest stacks' matrices."""
+        return self._of_operators("result") + applied_together(self.operators)
 
     def _used(self, replaced: int) -> int:
         """Peak of bytes on top of the factors while they are factorised, made into operators and applied."""
