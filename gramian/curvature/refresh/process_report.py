@@ -5,8 +5,7 @@ side. `Exchange.gather_messages` sends it to all ranks; collectives depend on th
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +18,7 @@ ROLES = ("inputs", "gradients", "probabilities", "deviations", "table_gradients"
 """Names of the sums of a block, attributes of `BlockSums`."""
 
 
-@dataclass(frozen=True)
-class RankReport:
+class RankReport(NamedTuple):
     """Facts on one sum of a block (such as that of its inputs) on one process, as plain values that are sent in this order."""
 
     width: int
@@ -54,7 +52,7 @@ def sums_report(kronecker: Mapping[str, BlockSums], remainder: Mapping[str, Tens
     groups = _input_groups(kronecker)
     return {
         "sides": [
-            None if moment is None else astuple(_side_report(moment, weights[id(moment)], groups.get(name, 0)))
+            None if moment is None else _side_report(moment, weights[id(moment)], groups.get(name, 0))
             for name, moment in slots
         ],
         "tables": {
