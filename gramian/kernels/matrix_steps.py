@@ -2,7 +2,7 @@
 
 Averaged gradients in one stack, a stack with its columns or rows scaled, and the step of each weight. An entry is read and
 written once each time: 14, 4 and 10 bytes for float32 weights and 16-bit stacks; torch's multi-tensor operations move 30 and 28
-bytes for the first and the last.
+bytes for the first and the last. Numbers of a matrix or a column are computed in the same launches: matrices may be small.
 """
 
 import functools
@@ -15,6 +15,8 @@ from gramian.kernels.launch import on_device, takes_kernel
 
 BLOCK = 2048
 """Entries of a Triton program."""
+LEAST = {torch.float32: 1e-18, torch.float64: 1e-150}
+"""{dtype of norms: the least that is divided by}: smaller ones are lost where their squares are added."""
 
 
 @torch.no_grad()
@@ -27,26 +29,39 @@ def nesterov_averages(
 
 
 @torch.no_grad()
-def scaled_steps(weights: Sequence[Tensor], u: Tensor, scale: Tensor, keep: float) -> None:
-    """W ← keep·W + scale·U in place, for k weights of one shape [a, …], U [k, a, …], and `scale` broadcast to [k, a, c]."""
+def scaled_steps(weights: Sequence[Tensor], u: Tensor, scale: Tensor, rate: float, keep: float) -> None:
+    """W ← keep·W + rate·scale·U in place, for k weights of one shape [a, …], U [k, a, …], `scale` broadcast to [k, a, c]."""
     kernel = takes_kernel(*weights, u) and _uniform(weights) and u.is_contiguous() and scale.dtype == torch.float32
-    (scaled_steps_kernel if kernel else scaled_steps_twin)(weights, u, scale, keep)
+    (scaled_steps_kernel if kernel else scaled_steps_twin)(weights, u, scale, rate, keep)
 
 
 @torch.no_grad()
-def scaled_stack(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """scale·x [k, a, c] in `dtype` and in the memory order of x, for `scale` that broadcasts to x."""
+def scaled_stack(x: Tensor, factor: float, over: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+    """factor·scale·x/over [k, a, c] in `dtype` and in the memory order of x; `scale`, if given, broadcasts to x.
+
+    `over` [k, 1, 1], in float32 or float64, counts as at least `LEAST`.
+    """
     if x.stride(-1) != 1:
-        return scaled_stack(x.mT, scale.mT, dtype).mT
-    kernel = takes_kernel(x, scale) and x.is_contiguous() and x.numel() > 0
-    return (scaled_stack_kernel if kernel else scaled_stack_twin)(x, scale, dtype)
+        return scaled_stack(x.mT, factor, over, dtype, None if scale is None else scale.mT).mT
+    kernel = takes_kernel(x, over) and x.is_contiguous() and x.numel() > 0
+    return (scaled_stack_kernel if kernel else scaled_stack_twin)(x, factor, over, dtype, scale)
 
 
 @torch.no_grad()
-def scaled_in_parts(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(H, L) in `dtype` with scale·x [k, a, c] ≈ H + L: H is it rounded, L what rounding took away."""
-    kernel = takes_kernel(x, scale) and x.is_contiguous() and x.numel() > 0
-    return (scaled_in_parts_kernel if kernel else scaled_in_parts_twin)(x, scale, dtype)
+def scaled_in_parts(x: Tensor, factor: float, over: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(H, L) in `dtype` with factor·x/over [k, a, c] ≈ H + L: H is it rounded, L what rounding took away; `over` as above."""
+    kernel = takes_kernel(x, over) and x.is_contiguous() and x.numel() > 0
+    return (scaled_in_parts_kernel if kernel else scaled_in_parts_twin)(x, factor, over, dtype)
+
+
+@torch.no_grad()
+def direction_scales(norms: Tensor, D: Tensor | None, sizes: Tensor, least: Tensor, factor: float) -> Tensor:
+    """factor·min(1, sizes/least)·D/‖norms·D‖ [k, 1, c], for norms of columns and D [k, 1, c]; without D, as if it were 1.
+
+    `sizes` and `least` are [k, 1, 1]; all but D are in float32, or in float64. ‖norms·D‖ counts as at least `LEAST`.
+    """
+    kernel = takes_kernel(norms, sizes, least)
+    return (direction_scales_kernel if kernel else direction_scales_twin)(norms, D, sizes, least, factor)
 
 
 def nesterov_averages_twin(
@@ -77,14 +92,14 @@ def nesterov_averages_kernel(
     return n
 
 
-def scaled_steps_twin(weights: Sequence[Tensor], u: Tensor, scale: Tensor, keep: float) -> None:
+def scaled_steps_twin(weights: Sequence[Tensor], u: Tensor, scale: Tensor, rate: float, keep: float) -> None:
     """`scaled_steps` in torch."""
-    steps = (u.flatten(2) * scale).to(weights[0].dtype).view_as(u)
+    steps = (u.flatten(2) * (rate * scale)).to(weights[0].dtype).view_as(u)
     torch._foreach_mul_(list(weights), keep)
     torch._foreach_add_(list(weights), list(steps.unbind()))
 
 
-def scaled_steps_kernel(weights: Sequence[Tensor], u: Tensor, scale: Tensor, keep: float) -> None:
+def scaled_steps_kernel(weights: Sequence[Tensor], u: Tensor, scale: Tensor, rate: float, keep: float) -> None:
     """`scaled_steps` in Triton, for contiguous tensors, weights of one dtype."""
     from gramian.kernels import _triton_matrix_steps as triton_kernels
 
@@ -95,44 +110,74 @@ def scaled_steps_kernel(weights: Sequence[Tensor], u: Tensor, scale: Tensor, kee
     strides = scale.expand(len(weights), rows, size // rows).stride()
     with on_device(first):
         triton_kernels.scaled_steps[(-(-size // BLOCK), len(weights))](
-            _addresses(weights), first, u, scale, size, size // rows, *strides, keep,
+            _addresses(weights), first, u, scale, size, size // rows, *strides, rate, keep,
             BLOCK=BLOCK, ALIGNED=_aligned(weights), num_warps=4,
         )  # fmt: skip
 
 
-def scaled_stack_twin(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def scaled_stack_twin(
+    x: Tensor, factor: float, over: Tensor, dtype: torch.dtype, scale: Tensor | None = None
+) -> Tensor:
     """`scaled_stack` in torch."""
-    return (x * scale).to(dtype)
+    of_matrix = factor / over.clamp(min=LEAST[over.dtype])
+    return (x * (of_matrix if scale is None else scale * of_matrix)).to(dtype)
 
 
-def scaled_stack_kernel(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`scaled_stack` in Triton, for a contiguous x."""
-    return _scaled(x, scale, dtype, 1)[0]
+def scaled_stack_kernel(
+    x: Tensor, factor: float, over: Tensor, dtype: torch.dtype, scale: Tensor | None = None
+) -> Tensor:
+    """`scaled_stack` in Triton, for contiguous tensors."""
+    return _scaled(x, factor, over, dtype, scale, 1)[0]
 
 
-def scaled_in_parts_twin(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def scaled_in_parts_twin(x: Tensor, factor: float, over: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`scaled_in_parts` in torch."""
-    value = x * scale
+    value = x * (factor / over.clamp(min=LEAST[over.dtype]))
     high = value.to(dtype)
     return high, (value - high).to(dtype)
 
 
-def scaled_in_parts_kernel(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def scaled_in_parts_kernel(x: Tensor, factor: float, over: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`scaled_in_parts` in Triton, for a contiguous x."""
-    high, low = _scaled(x, scale, dtype, 2)
+    high, low = _scaled(x, factor, over, dtype, None, 2)
     return high, low
 
 
-def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype, parts: int) -> list[Tensor]:
+def _scaled(
+    x: Tensor, factor: float, over: Tensor, dtype: torch.dtype, scale: Tensor | None, parts: int
+) -> list[Tensor]:
     from gramian.kernels import _triton_matrix_steps as triton_kernels
 
     out, size = [torch.empty_like(x, dtype=dtype) for _ in range(parts)], x[0].numel()
+    read = over if scale is None else scale
     with on_device(x):
         triton_kernels.scaled_stack[(-(-size // BLOCK), len(x))](
-            out[0], out[-1], x, scale, size, x.shape[-1], *scale.expand(x.shape).stride(),
-            PARTS=parts, BLOCK=BLOCK, num_warps=4,
+            out[0], out[-1], x, over.contiguous(), read, size, x.shape[-1], *read.expand(x.shape).stride(),
+            factor, LEAST[torch.float32], SCALED=scale is not None, PARTS=parts, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
     return out
+
+
+def direction_scales_twin(norms: Tensor, D: Tensor | None, sizes: Tensor, least: Tensor, factor: float) -> Tensor:
+    """`direction_scales` in torch."""
+    scale = torch.ones_like(norms) if D is None else D.to(norms.dtype)
+    length: Tensor = torch.linalg.vector_norm(norms * scale, dim=-1, keepdim=True)
+    return scale * (factor * (sizes / least).clamp(max=1) / length.clamp(min=LEAST[norms.dtype]))
+
+
+def direction_scales_kernel(norms: Tensor, D: Tensor | None, sizes: Tensor, least: Tensor, factor: float) -> Tensor:
+    """`direction_scales` in Triton."""
+    from gramian.kernels import _triton_matrix_steps as triton_kernels
+
+    norms = norms.contiguous()
+    d = torch.empty_like(norms)
+    scale = norms if D is None else D.contiguous()
+    with on_device(norms):
+        triton_kernels.direction_scales[(len(norms),)](
+            d, norms, scale, sizes.contiguous(), least.contiguous(), norms.shape[-1], factor, LEAST[torch.float32],
+            DIAGONAL=D is not None, BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
+    return d
 
 
 def _uniform(tensors: Sequence[Tensor]) -> bool:

@@ -60,7 +60,7 @@ class MatrixStep:
             )
         rate = MATRIX_RATE * float(self.options["lr"])
         keep = 1 - rate * self.options["weight_decay"]
-        scaled_steps([local_part(p) for p in self.weights], z, -RMS * rate * d, keep=keep)
+        scaled_steps([local_part(p) for p in self.weights], z, d, -RMS * rate, keep)
 
 
 def together(steps: Sequence[MatrixStep]) -> Iterator[list[MatrixStep]]:

@@ -33,8 +33,9 @@ def orthogonaliser(gram_BRR: Tensor, dtype: torch.dtype) -> Tensor:
     float16; so the first iteration, which brings them nearer to each other, takes A as the sum of two such numbers. 28 r³ FLOPs
     a matrix.
     """
-    traces_B11 = gram_BRR.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
-    A, rest = scaled_in_parts(gram_BRR, SCALE / traces_B11.clamp(min=SCALE * torch.finfo(gram_BRR.dtype).tiny), dtype)
+    wide = torch.promote_types(gram_BRR.dtype, torch.float32)
+    traces_B11 = gram_BRR.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=wide)[:, None, None]
+    A, rest = scaled_in_parts(gram_BRR, SCALE, traces_B11, dtype)
     Q = p = _polynomial(A, COEFFICIENTS[0])
     p2 = p @ p
     A = (A @ p2).baddbmm_(rest, p2)
@@ -50,14 +51,3 @@ def _polynomial(A: Tensor, coefficients: tuple[float, float, float]) -> Tensor:
     p = torch.baddbmm(A, A, A, beta=b / SCALE, alpha=c / SCALE**2)
     p.diagonal(dim1=-2, dim2=-1).add_(a)
     return p
-
-
-def norms(x_BOM: Tensor, axes: tuple[int, ...] = (-2, -1)) -> Tensor:
-    """Norms over some axes of a stack, which stay as 1, in float32, or float64 if given so.
-
-    At least 1e-18 (1e-150), since smaller ones are lost where their squares are added.
-    """
-    wide = x_BOM.dtype == torch.float64
-    dtype = torch.float64 if wide else torch.float32
-    found: Tensor = torch.linalg.vector_norm(x_BOM, dim=axes, keepdim=True, dtype=dtype)
-    return found.clamp(min=1e-150 if wide else 1e-18)

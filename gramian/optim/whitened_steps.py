@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from gramian.curvature.blocks.block import Block
-from gramian.kernels.matrix_steps import scaled_stack
+from gramian.kernels.matrix_steps import direction_scales, scaled_stack
 from gramian.linalg import Diagonal, Factor
 from gramian.linalg.inverse_roots import inverse_fourth_root
-from gramian.optim.orthogonalise import SCALE, norms, orthogonaliser
+from gramian.optim.orthogonalise import SCALE, orthogonaliser
 
 STACKED = 2**27
 """Largest number of entries of the matrices whose roots are computed together."""
@@ -64,11 +64,10 @@ class MatrixGroup:
         whole = len(places) == len(self.names)
         P, D, least_B11 = (t if whole else t[list(places)] for t in (self.P, self.D, self.least))
         n_BRN = n_BOM.mT if self.turned else n_BOM
-        sizes_B11 = norms(n_BRN)
-        diagonal, to_range = D.shape[-2] == 1, SCALE / sizes_B11  # the range of float16
-        y_BRN = scaled_stack(n_BRN, D * to_range if diagonal else to_range, P.dtype)
+        sizes_B11, diagonal = _norms(n_BRN, (-2, -1)), D.shape[-2] == 1
+        y_BRN = scaled_stack(n_BRN, SCALE, sizes_B11, P.dtype, D if diagonal else None)  # in the range of float16
         x_BRN = _times(P, y_BRN if diagonal else y_BRN @ D)
-        return WhitenedGradients(x_BRN, P, D, (sizes_B11 / least_B11).clamp(max=1), self.turned)
+        return WhitenedGradients(x_BRN, P, D, sizes_B11, least_B11, self.turned)
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,10 @@ class WhitenedGradients:
     x_BRN: Tensor
     P: Tensor
     D: Tensor
-    lengths_B11: Tensor
-    """Root mean square of U: min(1, ‖N‖/`least`)."""
+    sizes_B11: Tensor
+    """‖N‖, in float32 or float64."""
+    least_B11: Tensor
+    """Below this size, U has a root mean square of ‖N‖/`least` instead of 1."""
     turned: bool
 
     @property
@@ -92,10 +93,9 @@ class WhitenedGradients:
     def direction(self, q_BRR: Tensor) -> tuple[Tensor, Tensor]:
         """(Z, d) with U = d·Z [o, m], for the polynomials q(XXᵀ); d broadcasts to Z, in float32, or float64 for float64 X."""
         z_BRN = _times(_times(self.P, q_BRR), self.x_BRN)
-        diagonal, dtype = self.D.shape[-2] == 1, self.lengths_B11.dtype
-        z_BRN, d_B1N = (z_BRN, self.D.to(dtype)) if diagonal else (z_BRN @ self.D, torch.ones_like(self.lengths_B11))
+        z_BRN, D = (z_BRN, self.D) if self.D.shape[-2] == 1 else (z_BRN @ self.D, None)
         size = (z_BRN.shape[-2] * z_BRN.shape[-1]) ** 0.5
-        d_B1N = d_B1N * (size * self.lengths_B11 / norms(norms(z_BRN, (-2,)) * d_B1N))
+        d_B1N = direction_scales(_norms(z_BRN, (-2,)), D, self.sizes_B11, self.least_B11, size)
         return (z_BRN.mT, d_B1N.mT) if self.turned else (z_BRN, d_B1N)
 
 
@@ -116,6 +116,13 @@ def product_dtype(weight: Tensor) -> torch.dtype:
     if weight.dtype == torch.float64:
         return torch.float64
     return torch.float16 if weight.is_cuda else torch.float32
+
+
+def _norms(x_BOM: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Norms over some axes of a stack, which stay as 1, in float32, or float64 if given so."""
+    dtype = torch.promote_types(x_BOM.dtype, torch.float32)
+    found: Tensor = torch.linalg.vector_norm(x_BOM, dim=axes, keepdim=True, dtype=dtype)
+    return found
 
 
 def _times(left: Tensor, right: Tensor) -> Tensor:

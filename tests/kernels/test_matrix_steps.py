@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from gramian.kernels.matrix_steps import (
+    direction_scales_kernel,
+    direction_scales_twin,
     nesterov_averages_kernel,
     nesterov_averages_twin,
     scaled_in_parts_kernel,
@@ -51,21 +53,24 @@ def test_steps(function, shape, one_for):
     sizes = {"all": (1, 1, 1), "a matrix": (3, 1, 1), "a row": (3, rows, 1), "a column": (3, 1, columns)}
     scale = random(*sizes.get(one_for, (3, rows, columns)), seed=30)
     steps = (u.double().view(3, rows, columns) * scale.double()).view_as(u)
-    want = 0.9 * torch.stack(weights).double() + steps
-    _, weights = run(function, weights, u, scale, 0.9)
+    want = 0.9 * torch.stack(weights).double() - 0.3 * steps
+    _, weights = run(function, weights, u, scale, -0.3, 0.9)
     torch.testing.assert_close(torch.stack(weights).double(), want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5), (1, 40, 70)])
-@pytest.mark.parametrize("size", [(1, 1), (1, None), (None, 1)])
+@pytest.mark.parametrize("size", [None, (1, 1), (1, None), (None, 1)])
 def test_scaled_stacks(shape, size):
-    x = random(*shape, seed=1).bfloat16()
-    scale = random(shape[0], *(full if place is None else place for place, full in zip(size, shape[1:], strict=True)))
-    want = x.double() * scale.double()
+    x, over = random(*shape, seed=1).bfloat16(), random(shape[0], 1, 1, seed=3).abs() + 0.5
+    scale, want = None, 1.5 * x.double() / over.double()
+    if size is not None:
+        sides = (full if place is None else place for place, full in zip(size, shape[1:], strict=True))
+        scale = random(shape[0], *sides).half()
+        want *= scale.double()
     for found in (
-        interpreted(scaled_stack_kernel, x, scale, torch.float16),
-        scaled_stack_twin(x, scale, torch.float16),
-        scaled_stack(x.mT.contiguous().mT, scale, torch.float16),
+        interpreted(scaled_stack_kernel, x, 1.5, over, torch.float16, scale),
+        scaled_stack_twin(x, 1.5, over, torch.float16, scale),
+        scaled_stack(x.mT.contiguous().mT, 1.5, over, torch.float16, scale),
     ):
         assert found.dtype == torch.float16
         torch.testing.assert_close(found.double(), want, rtol=1e-3, atol=1e-3)
@@ -73,12 +78,27 @@ def test_scaled_stacks(shape, size):
 
 @pytest.mark.parametrize("function", [scaled_in_parts_kernel, scaled_in_parts_twin])
 def test_two_parts_have_twice_the_bits(function):
-    x, scale = random(2, 40, 30, seed=1), random(2, 1, 1, seed=2)
+    x, over = random(2, 40, 30, seed=1), random(2, 1, 1, seed=2).abs() + 0.5
     call = interpreted if function is scaled_in_parts_kernel else lambda f, *arguments: f(*arguments)
-    high, low = call(function, x, scale, torch.float16)
-    want = x.double() * scale.double()
+    high, low = call(function, x, 1.5, over, torch.float16)
+    want = 1.5 * x.double() / over.double()
     torch.testing.assert_close(high.double(), want, rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(high.double() + low.double(), want, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("columns", [1, 5, 3000])
+@pytest.mark.parametrize("diagonal", [False, True])
+@pytest.mark.parametrize("function", [direction_scales_kernel, direction_scales_twin])
+def test_scales_of_a_direction(function, diagonal, columns):
+    norms, D = random(3, 1, columns, seed=1).abs(), (random(3, 1, columns, seed=2).abs() + 0.1).half()
+    sizes, least = torch.tensor([0.5, 2.0, 0.0])[:, None, None], torch.ones(3, 1, 1)
+    norms[2] = 0  # no gradient: any number times zero, but a number
+    call = interpreted if function is direction_scales_kernel else lambda f, *arguments: f(*arguments)
+    found = call(function, norms, D if diagonal else None, sizes, least, 7.0)
+    own = D.double() if diagonal else torch.ones(3, 1, columns, dtype=torch.float64)
+    want = 7.0 * own * torch.tensor([0.5, 1.0, 0.0])[:, None, None] / (norms.double() * own).norm(dim=-1, keepdim=True)
+    assert found.dtype == torch.float32 and found.isfinite().all()
+    torch.testing.assert_close(found[:2].double(), want[:2], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.gpu
@@ -101,6 +121,6 @@ def test_kernels_are_their_twins_on_a_gpu(shape, dtype, offset):
     ):
         momenta, weights = tensors(0), tensors(5)
         n = averages(momenta, gradients, 0.8, torch.bfloat16)
-        steps(weights, u, scale, 0.9)
+        steps(weights, u, scale, -0.3, 0.9)
         found.append(torch.stack([n, *(torch.stack(one) for one in (momenta, weights))]).float())
     torch.testing.assert_close(*found, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-2)

@@ -104,7 +104,9 @@ BUGS = {
     "no mean": Edit("whitened_steps:_roots", "stack_BNN /= _mean", "stack_BNN *= _mean"),
     "no Nesterov": Edit("matrix_steps:nesterov_averages_twin", "lerp(list(gradients),", "lerp(list(momenta),"),
     "one scale for all columns": Edit(
-        "WhitenedGradients.direction", "(z_BRN, self.D.to(dtype))", "(z_BRN, torch.ones_like(self.lengths_B11))"
+        "WhitenedGradients.direction",
+        "direction_scales(_norms(z_BRN, (-2,)), D,",
+        "direction_scales(_norms(z_BRN, (-2,)), None,",
     ),
     "the direction of another shape": Edit("whitened_steps:directions", "parts, strict", "parts[::-1], strict"),
     "decay of norms": Edit("KFAC._step_adamw", "(0.0, [p for p", "(0.1, [p for p"),
