@@ -70,7 +70,7 @@ GRIDS: dict[str, dict[str, list[Trial]]] = {
         "soap": [
             *(Trial("soap", lr, 0.95) for lr in (1e-3, 2e-3, 4e-3, 8e-3)),
             *(Trial("soap", 4e-3, beta) for beta in (0.9, 0.98)),
-            *(Trial("soap", 4e-3, 0.95, warmup=warmup) for warmup in (20, 80)),
+            *(Trial("soap", 4e-3, 0.95, warmup=warmup) for warmup in (20, 80, 160)),
         ],
         "shampoo": [
             *(Trial("shampoo", lr, 0.9) for lr in (3e-4, 1e-3, 3e-3, 1e-2)),
@@ -79,6 +79,9 @@ GRIDS: dict[str, dict[str, list[Trial]]] = {
         "sgd": [
             *(Trial("sgd", lr, 0.9) for lr in (0.1, 0.3, 1.0, 3.0)),
             *(Trial("sgd", lr, 0.98) for lr in (0.03, 0.1, 0.3, 1.0)),
+            *(Trial("sgd", lr, 0.99) for lr in (0.01, 0.03)),
+            *(Trial("sgd", 0.03, 0.98, warmup=warmup) for warmup in (20, 160)),
+            Trial("sgd", 0.01, 0.98),
         ],
     },
     "bpe": {
@@ -95,6 +98,7 @@ GRIDS: dict[str, dict[str, list[Trial]]] = {
             *(Trial("adamw", 2e-3, beta, warmup=320) for beta in (0.9, 0.99)),
             *(Trial("adamw", lr, 0.99, warmup=warmup) for lr, warmup in ((4e-3, 500), (2.8e-3, 730))),
             Trial("adamw", 2.8e-3, 0.999, warmup=500),
+            *(Trial("adamw", lr, 0.99, warmup=warmup) for lr, warmup in ((4e-3, 730), (2.8e-3, 1000), (2e-3, 730))),
         ],
         "muon": [
             *(Trial("muon", 8e-3, 0.9, rest) for rest in (2e-3, 4e-3)),
@@ -164,6 +168,7 @@ def stepping(problem: Problem, model: nn.Module, trial: Trial) -> Stepping:
         return Stepping([sgd], nothing, rest)
     if trial.optimizer in ("soap", "shampoo"):
         import pytorch_optimizer
+        from pytorch_optimizer.optimizer.utils.graft import LayerWiseGrafting
 
         if trial.optimizer == "soap":
             soap = pytorch_optimizer.SOAP(
@@ -175,7 +180,7 @@ def stepping(problem: Problem, model: nn.Module, trial: Trial) -> Stepping:
             lr=trial.lr,
             betas=(trial.beta, 0.99),
             preconditioning_compute_steps=10,
-            graft_type=pytorch_optimizer.LayerWiseGrafting.RMSPROP,
+            graft_type=LayerWiseGrafting.RMSPROP,
             moving_average_for_momentum=True,
             decoupled_weight_decay=True,
         )

@@ -12,7 +12,7 @@ from gramian.influence.index_builder import Progress
 from gramian.influence.open_index import Asked, DividedScores, Scores
 from gramian.influence.token_texts import token_texts
 
-CANDIDATES = 4
+CANDIDATES = 10
 """Candidates for each passage that is shown, where they come from compressed gradients."""
 MODULES = 6
 """Modules with the largest parts of a score that are named."""
