@@ -18,6 +18,7 @@ three products with n columns, and all else r × r.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -167,31 +168,30 @@ class WhitenedSteps:
             members.setdefault(key, []).append(name)
         for names in members.values():
             example = weights[names[0]]
-            found = [[roots[id(factor), width] for factor, width in sides[name]] for name in names]
-            P_A, P_G = (torch.stack(of_all).to(example.device) for of_all in zip(*found, strict=True))
+            dtype = product_dtype(example)
+            wide = torch.promote_types(dtype, torch.float32)
+            of_sides = [
+                [roots[id(factor), width] for factor, width in (sides[n][side] for n in names)] for side in (0, 1)
+            ]
+            P_A, P_G = (torch.stack([one.root for one in each]).to(example.device) for each in of_sides)
+            traces_A, traces_G = (
+                torch.stack([one.trace for one in each]).to(example.device, wide).clamp(min=0) for each in of_sides
+            )
+            least_B = NOTHING * (traces_A.sqrt() * traces_G.sqrt()).clamp(min=1e-30)
             turned = P_G.shape[1] > P_A.shape[1]
             P, D = (P_A, P_G) if turned else (P_G, P_A)
             P, D = P if P.dim() == 3 else P[:, :, None], D if D.dim() == 3 else D[:, None, :]
-            dtype = product_dtype(example)
-            sizes = torch.stack([_size(*sides[name]) for name in names])[:, None, None].to(example.device)
-            least_B11 = NOTHING * sizes.to(torch.promote_types(dtype, torch.float32)).clamp(min=1e-30)
-            in_out = blocks[names[0]].spec.layout == "in_out"
+            least_B11, in_out = least_B[:, None, None], blocks[names[0]].spec.layout == "in_out"
             self.groups.append(MatrixGroup(tuple(names), turned, P.to(dtype), D.to(dtype), least_B11, in_out))
         self._made_of = now
 
 
-def _size(A: Side, G: Side) -> Tensor:
-    """√(tr A · tr G), the root mean square of the gradient of one token, 0-dim."""
-    roots = [factor.diagonal()[:width].sum().clamp(min=0).sqrt() for factor, width in (A, G)]
-    return roots[0] * roots[1].to(roots[0].device)
-
-
 def lambdas(blocks: Sequence[Block], damping: float) -> list[tuple[float, float]]:
     """(λ_A, λ_G) = (δā, δḡ) of every block: (A/ā + δI)^(−1/4) is (A + λ_A I)^(−1/4) times a number. Waits for the device."""
-    means = [_mean(factor.diagonal()[:width]) for block in blocks for factor, width in _sides(block)]
+    means = [_unless_zero(factor.diagonal()[:width].mean()) for block in blocks for factor, width in _sides(block)]
     if not means:
         return []
-    values = (damping * torch.cat([mean.double().to(means[0].device) for mean in means])).tolist()
+    values = (damping * torch.stack([mean.double().to(means[0].device) for mean in means])).tolist()
     return list(zip(values[::2], values[1::2], strict=True))
 
 
@@ -205,33 +205,46 @@ def _sides(block: Block) -> tuple[Side, Side]:
     return (_input_factor(block), block.spec.inputs - block.spec.has_bias), (block.G, block.spec.outputs)
 
 
-def _roots(sides: Sequence[Side], damping: float) -> dict[tuple[int, int], Tensor]:
-    """{(id of a factor M, n): (M/mean + δI)^(−1/4)} of the first n coordinates of M, [n, n], or [n] for a diagonal M.
+class Root(NamedTuple):
+    """(M/mean + δI)^(−1/4) of the first n coordinates of a factor M, [n, n], or [n] for a diagonal M."""
 
-    Matrices of one width are taken together.
-    """
-    found: dict[tuple[int, int], Tensor] = {}
-    stacks: dict[tuple[int, torch.dtype, torch.device], dict[int, Factor]] = {}
+    root: Tensor
+    trace: Tensor
+    """Trace of these coordinates of M, 0-dim."""
+
+
+def _roots(sides: Sequence[Side], damping: float) -> dict[tuple[int, int], Root]:
+    """{(id of a factor, n): the root of its first n coordinates}; those of one width are taken together."""
+    found: dict[tuple[int, int], Root] = {}
+    stacks: dict[tuple[int, torch.dtype, torch.device, bool], dict[int, Factor]] = {}
     for factor, width in sides:
-        if isinstance(factor, Diagonal):
-            values_N = factor.values_N[:width]
-            found[id(factor), width] = (values_N / _mean(values_N) + damping).pow(-0.25)
-        else:
-            stacks.setdefault((width, factor.dtype, factor.device), {})[id(factor)] = factor
-    for (width, _, _), factors in stacks.items():
-        each, keys = max(1, STACKED // (width * width)), list(factors)
+        key = (width, factor.dtype, factor.device, isinstance(factor, Diagonal))
+        stacks.setdefault(key, {})[id(factor)] = factor
+    for (width, _, _, diagonal), factors in stacks.items():
+        each, keys = max(1, STACKED // (width if diagonal else width * width)), list(factors)
         for begin in range(0, len(keys), each):
             some = keys[begin : begin + each]
-            stack_BNN = torch.stack([factors[key].dense()[:width, :width] for key in some])
-            stack_BNN /= _mean(stack_BNN.diagonal(dim1=-2, dim2=-1))[..., None]
-            stack_BNN.diagonal(dim1=-2, dim2=-1).add_(damping)
-            bound = (width + damping * width**0.5) / damping  # the trace of M/mean is n, so its norm is at most n
-            roots_BNN = inverse_fourth_root(stack_BNN, bound)
-            found |= {(key, width): root for key, root in zip(some, roots_BNN, strict=True)}
+            roots = _diagonal_roots if diagonal else _dense_roots
+            root_B, trace_B = roots([factors[key] for key in some], width, damping)
+            found |= {(key, width): Root(*pair) for key, *pair in zip(some, root_B, trace_B, strict=True)}
     return found
 
 
-def _mean(values_N: Tensor) -> Tensor:
-    """Mean over the last axis, which stays as 1; 1 where it is 0."""
-    mean = values_N.mean(dim=-1, keepdim=True)
-    return torch.where(mean > 0, mean, 1.0)
+def _diagonal_roots(factors: Sequence[Factor], width: int, damping: float) -> tuple[Tensor, Tensor]:
+    values_BN = torch.stack([factor.diagonal()[:width] for factor in factors])
+    traces_B = values_BN.sum(-1)
+    return (values_BN / _unless_zero(traces_B / width)[:, None] + damping).pow(-0.25), traces_B
+
+
+def _dense_roots(factors: Sequence[Factor], width: int, damping: float) -> tuple[Tensor, Tensor]:
+    stack_BNN = torch.stack([factor.dense()[:width, :width] for factor in factors])
+    traces_B = stack_BNN.diagonal(dim1=-2, dim2=-1).sum(-1)
+    stack_BNN /= _unless_zero(traces_B / width)[:, None, None]
+    stack_BNN.diagonal(dim1=-2, dim2=-1).add_(damping)
+    bound = (width + damping * width**0.5) / damping  # the trace of M/mean is n, so its norm is at most n
+    return inverse_fourth_root(stack_BNN, bound), traces_B
+
+
+def _unless_zero(means: Tensor) -> Tensor:
+    """The means, 1 where one is not positive."""
+    return torch.where(means > 0, means, 1.0)

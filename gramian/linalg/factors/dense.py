@@ -78,7 +78,7 @@ class Dense(Decomposable):
 
     def trace(self) -> Tensor:
         """Trace of M, the sum of its stored diagonal, 0-dim float64."""
-        return self.diagonal().double().sum()
+        return self.diagonal().sum(dtype=torch.float64)
 
     def diagonal(self) -> Tensor:
         """The diagonal of the stored M, [n]."""

@@ -58,7 +58,7 @@ class Diagonal(Spectral):
 
     def trace(self) -> Tensor:
         """Trace of M, Σ d, 0-dim float64."""
-        return self.values_N.double().sum()
+        return self.values_N.sum(dtype=torch.float64)
 
     def frobenius(self) -> Tensor:
         """‖M‖_F = ‖d‖, 0-dim float64."""
