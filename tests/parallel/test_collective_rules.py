@@ -26,24 +26,34 @@ WITH_PICKLE = {name for name in COLLECTIVES if "object" in name}
 HOOKS = {"register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook"}
 
 
-def calls(tree: ast.AST) -> Iterator[tuple[str, str, ast.Call]]:
-    """(what it is called on, where that is a name with dots; name; call) of every call of an attribute."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            owner = node.func.value
-            yield ast.unparse(owner) if isinstance(owner, ast.Name | ast.Attribute) else "", node.func.attr, node
+WATCHED = {*COLLECTIVES, *HOOKS, "from_local"}
 
 
 @functools.cache
-def parsed(file: Path) -> ast.Module:
-    return ast.parse(file.read_text())
+def calls(tree: ast.AST) -> list[tuple[str, str, ast.Call]]:
+    """(what it is called on, where that is a name with dots; name; call) of every call of a watched attribute."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WATCHED:
+            owner = node.func.value
+            on = ast.unparse(owner) if isinstance(owner, ast.Name | ast.Attribute) else ""
+            found.append((on, node.func.attr, node))
+    return found
+
+
+@functools.cache
+def parsed(file: Path) -> ast.Module | None:
+    """A file without a watched name calls none: it is not parsed."""
+    text = file.read_text()
+    return ast.parse(text) if any(name in text for name in WATCHED) else None
 
 
 def trees(folder: str = "") -> Iterator[tuple[Path, ast.Module]]:
     for file in FILES:
         place = file.relative_to(SOURCE)
-        if str(place).startswith(folder):
-            yield place, parsed(file)
+        tree = parsed(file) if str(place).startswith(folder) else None
+        if tree is not None:
+            yield place, tree
 
 
 def outside_of_parallel(tree: ast.AST) -> list[str]:
@@ -66,7 +76,9 @@ def on_hooks(tree: ast.AST) -> list[str]:
 
 def behind_a_rank(tree: ast.AST) -> list[str]:
     """Collectives in a branch that one rank takes."""
-    found = []
+    found: list[str] = []
+    if not any(name in COLLECTIVES for _, name, _ in calls(tree)):
+        return found
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "rank" in ast.unparse(node.test) and "world" not in ast.unparse(node.test):
             for on, name, _ in (call for part in (*node.body, *node.orelse) for call in calls(part)):
