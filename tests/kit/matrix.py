@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 SHARE = 0.1
@@ -42,6 +42,16 @@ def sample(items: Sequence[Item], n: int, case: Callable[[Item], object] | None 
             if len(chosen) < n and k < len(turns):
                 chosen.add(turns[k])
     return [items[i] for i in sorted(chosen)]
+
+
+def some(items: Iterable[Item], k: int, of: int = 2) -> list[Item]:
+    """All items when FULL, else every `of`-th from the `k`-th on: tests over one table each take another share of it."""
+    return list(items) if FULL else list(items)[k::of]
+
+
+def examples(n: int) -> int:
+    """How many examples a property is tried on: `n` when FULL, else a third of them, and not below four."""
+    return n if FULL else min(n, max(4, n // 3))
 
 
 def thinned(cells: Sequence[Mapping[str, Any]], processes: bool = False) -> list[int]:
