@@ -5,7 +5,11 @@ import functools
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 import gramian
+
+pytestmark = pytest.mark.xdist_group("house")  # one reading of the package for all
 
 PACKAGE = Path(gramian.__file__).parent
 ROOMS = (

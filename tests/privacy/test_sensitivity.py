@@ -27,11 +27,11 @@ ROUNDING = {False: 2.0**-40, True: 2.0**-18}
 
 
 def _sizes(name: str, storage: str) -> Sequence[int]:
-    """One end and one between, another one in every cell; in the whole run all of "auto", and each fourth of the others."""
+    """Both ends and one between, another one in every cell; in the whole run all of "auto", and each fourth of the others."""
     turn = list(CASES).index(name) * 7 + STORAGES.index(storage) * 11
     if FULL:
         return range(2, LARGEST + 1, 1 if storage == "auto" else 4)
-    return 2 if turn % 2 else LARGEST, 3 + turn % (LARGEST - 3)
+    return 2, 3 + turn % (LARGEST - 3), LARGEST
 
 
 def _clipped(p: Problem, sample: int, limit: float) -> Tensor:
