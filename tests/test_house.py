@@ -5,7 +5,11 @@ import functools
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 import gramian
+
+pytestmark = pytest.mark.xdist_group("house")  # one reading of the package for all
 
 PACKAGE = Path(gramian.__file__).parent
 ROOMS = (
@@ -31,16 +35,22 @@ def modules() -> dict[str, Path]:
 
 
 @functools.cache
-def imported(module: str) -> frozenset[str]:
-    """Modules of the package that a module imports anywhere in its text, inside functions and for type checkers too."""
-    found = set()
-    for node in ast.walk(ast.parse(modules()[module].read_text())):
+def read(module: str) -> tuple[frozenset[str], tuple[str, ...]]:
+    """(`imported`, public classes at its top level) of a module: it is parsed once."""
+    found, tree = set(), ast.parse(modules()[module].read_text())
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             found |= {name if name in modules() else node.module for name in names}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-    return frozenset(name for name in found if name.split(".")[0] == "gramian")
+    classes = (node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_"))
+    return frozenset(name for name in found if name.split(".")[0] == "gramian"), tuple(classes)
+
+
+def imported(module: str) -> frozenset[str]:
+    """Modules of the package that a module imports anywhere in its text, inside functions and for type checkers too."""
+    return read(module)[0]
 
 
 def room(module: str) -> str:
@@ -121,8 +131,7 @@ def test_every_name_has_one_owner() -> None:
     for module, path in modules().items():
         if path.stem not in ("__init__", "options"):
             files[path.stem].append(module)
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                classes[node.name].append(module)
+        for name in read(module)[1]:
+            classes[name].append(module)
     assert {name: owners for name, owners in files.items() if len(owners) > 1} == {}
     assert {name: owners for name, owners in classes.items() if len(owners) > 1 and name not in EACH_LIBRARY} == {}

@@ -14,7 +14,7 @@ def small(**changes: Any) -> DemoPlan:
         "student": ModelSection(layers=1, width=16, heads=2),
         "teacher_steps": 24,
         "student_steps": 12,
-        "data": DataSection(limit_bytes=200_000, length=16, batch=4, workers=0),
+        "data": DataSection(limit_bytes=200_000, length=48, batch=4, workers=0),
         "private_steps": 4,
         "private_batch": 4,
         "privacy": PrivacySection(target_epsilon=3.0, accountant="rdp"),

@@ -78,7 +78,13 @@ def test_weights_can_be_narrow(here: Path) -> None:
 
 
 def test_a_private_run_says_what_is_known_about_epsilon(here: Path) -> None:
-    trained("privacy.noise_multiplier=1.0", "optimizer.max_norm=0", "run.steps=2")
+    trained(
+        "privacy.noise_multiplier=1.0",
+        "privacy.accountant=rdp",
+        "optimizer.max_norm=0",
+        "run.steps=2",
+        "model.layers=1",
+    )
     assert main(["export", "run", "out"]) == 0
     assert "- private training: ε is as accounted" in (here / "out" / "README.md").read_text()
 

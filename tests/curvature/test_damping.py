@@ -25,7 +25,7 @@ from tests.curvature.problems import (
 from tests.kit.matrix import sample
 from tests.kit.refusals import refusal
 
-pytestmark = pytest.mark.oracle
+pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs(short=True)]
 
 POWERS = (-1.0, -0.5, 0.5, 1.0, 0.3)
 MODES: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ from tests.kit.mutations import RED, Edit, Mutation, turns_red
 from tests.kit.refusals import refusal
 from tests.oracles import dense_ekfac
 
-pytestmark = pytest.mark.oracle
+pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs(short=True)]
 
 TYPES = ("empirical", "mc", "true")
 SPLITS: dict[str, Callable[[int], list[int]]] = {

@@ -17,7 +17,7 @@ from gramian.oracles import dense_kfac
 from tests.curvature.problems import IGNORE, assert_close, assert_same_factors, classes, has_bias, kfac, seeded
 from tests.kit.refusals import refusal
 
-pytestmark = pytest.mark.oracle
+pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs(short=True)]
 lengths_of_both = pytest.mark.parametrize("lengths", [pytest.param((5, 4), marks=pytest.mark.full), (5, 5)])
 
 

@@ -29,6 +29,7 @@ from tests.curvature.problems import (
     seeded,
     written,
 )
+from tests.kit.matrix import examples
 from tests.kit.refusals import refusal
 from tests.kit.toys import Toy
 
@@ -192,7 +193,7 @@ def test_the_bias_counts_for_the_width_of_a_side(monkeypatch: pytest.MonkeyPatch
     assert block.A is not None and (block.A.kind, block.A.dim) == (kind, 13)
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(cuts=st.lists(st.integers(0, 6), max_size=3), options=st.sampled_from(["wide", "max_tokens", "reduce"]))
 def test_the_subset_does_not_depend_on_the_split(cuts: list[int], options: str) -> None:
     x, y, model = normal(6, 3, 12), classes(5, 6, 3), wide_model()

@@ -22,7 +22,7 @@ from tests.kit.refusals import refused
 from tests.oracles import dense_uses
 from tests.statistics.problems import problem
 
-pytestmark = pytest.mark.oracle
+pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs(short=True)]
 JOINT: dict[str, Any] = {"damping_mode": "joint", "damping": 0.02, "use_eigenvalue_correction": False}
 LIKELY = {
     "tied_gpt": 1, "vit": 1, "convnet": 3, "reused": 3, "padded_embedding": 3, "rmsnorm": 1, "mha": 3, "unused": 1,

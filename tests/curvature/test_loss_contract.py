@@ -29,9 +29,10 @@ from tests.curvature.problems import (
     tokens,
     written,
 )
+from tests.kit.matrix import examples
 from tests.kit.refusals import refusal
 
-pytestmark = pytest.mark.oracle
+pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs(short=True)]
 
 NAMES = ("mlp", "mlp_tokens", "gpt", "embedding", "conv1d")
 Way = Callable[[Problem, nn.Module, gramian.KFACNaturalGradient], None]
@@ -114,7 +115,7 @@ def test_factors_do_not_depend_on_how_the_loss_is_written(way: Way, name: str, s
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(data=st.data())
 def test_any_split_into_micro_batches_gives_the_same_factors(name: str, data: st.DataObject) -> None:
     p = PROBLEMS[name]

@@ -24,6 +24,7 @@ from gramian.data import Batches, DataWorkerDied, StepBatch, Windows
 from gramian.data.token_stream import Stream
 from gramian.data.window_order import windows_at
 from gramian.data.windows import NOT_COUNTED
+from tests.kit.matrix import examples
 from tests.kit.waiting import PATIENCE
 
 LENGTH = 5
@@ -74,7 +75,7 @@ def same(left: StepBatch, right: StepBatch) -> bool:
     )
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.integers(1, 30), st.integers(1, 13), st.integers(0, 6), st.integers(1, 5), st.integers(0, 9), st.booleans())
 def test_ranks_together_are_one_process(
     size: int, batch: int, micro_batch: int, world: int, start: int, isolate: bool
@@ -101,7 +102,7 @@ def test_ranks_together_are_one_process(
             assert all(values.dtype == torch.int64 for micro in part.micro for values in micro.values())
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(0, 12), st.sets(st.integers(0, 20)), st.integers(1, 8))
 def test_any_start_continues_and_skipped_positions_are_left_out(start: int, skipped: set[int], batch: int) -> None:
     windows = windows_of(11)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from gramian.core.errors import GramianError
 from gramian.data.window_order import Permutation, windows_at
+from tests.kit.matrix import examples
 
 
 def draws(size: int, seed: int, count: int) -> list[int]:
@@ -20,7 +21,7 @@ def draws(size: int, seed: int, count: int) -> list[int]:
     return sequence[:count]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.integers(1, 2000), st.binary(max_size=8))
 def test_permutation_is_a_bijection(size: int, key: bytes) -> None:
     assert sorted(Permutation(size, key)(np.arange(size)).tolist()) == list(range(size))
@@ -65,7 +66,7 @@ def test_order_is_the_one_it_was() -> None:
     assert windows_at(7, 1_000_003, 4, seed=3).tolist() == [353316, 713388, 482160, 77952]
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(1, 60), st.integers(1, 25), st.integers(0, 12), st.integers(0, 3))
 def test_batch_is_its_part_of_the_endless_sequence(size: int, batch: int, position: int, seed: int) -> None:
     told = windows_at(position, size, batch, seed)
@@ -73,7 +74,7 @@ def test_batch_is_its_part_of_the_endless_sequence(size: int, batch: int, positi
     assert told.tolist() == draws(size, seed, (position + 1) * batch)[position * batch :]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(1, 60), st.integers(1, 25), st.integers(0, 3))
 def test_every_window_is_seen_once_an_epoch(size: int, batch: int, seed: int) -> None:
     sequence = np.concatenate([windows_at(position, size, batch, seed) for position in range(-(-3 * size // batch))])

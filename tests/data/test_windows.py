@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gramian.core.errors import GramianError
 from gramian.data.token_stream import Stream, content_hash
 from gramian.data.windows import NOT_COUNTED, Windows
+from tests.kit.matrix import examples
 
 END = 9
 Item = dict[str, list[int]]
@@ -56,7 +57,7 @@ def told(windows: Windows) -> list[Item]:
     return [{name: values.tolist() for name, values in windows[index].items()} for index in range(len(windows))]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(contents, lengths, ways)
 def test_windows_are_those_of_the_loop(documents: list[list[int]], length: int, way: tuple[bool, bool]) -> None:
     expected = cut(documents, length, *way)
@@ -71,7 +72,7 @@ def test_windows_are_those_of_the_loop(documents: list[list[int]], length: int, 
     assert windows.counts.tolist() == ragged
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(contents, lengths, ways, st.data())
 def test_a_selection_in_pieces_is_the_stream_of_its_documents(
     documents: list[list[int]], length: int, way: tuple[bool, bool], data: st.DataObject

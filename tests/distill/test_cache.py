@@ -21,7 +21,7 @@ from gramian.distill.teacher.live_teacher import LiveTeacher
 from gramian.distill.teacher.signal import DenseSignal, SampledSignal, Signal, SparseSignal, tensors_of
 from tests.distill.teachers import TEACHERS, VOCABULARY, WIDTH, batch_of, contents, gpt, windows
 from tests.distill.test_proof import projected
-from tests.kit.matrix import sample
+from tests.kit.matrix import examples, sample
 
 KINDS = {
     "hidden": Hidden(),
@@ -71,7 +71,7 @@ def true_logits(live: DenseSignal) -> Tensor:
 
 
 @kinds
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(index=st.lists(st.integers(0, len(DATA) - 1), min_size=1, max_size=9), ahead=st.booleans())
 def test_any_order_and_batch_reads_the_same_rows(
     built: Callable[[str], Path], kind: str, index: list[int], ahead: bool

@@ -188,6 +188,7 @@ def test_a_resumed_run_that_repeats_its_steps_is_the_uninterrupted_one(tmp_path:
     assert fresh.engine.steps == 10 and fresh.epsilon() > spent
 
 
+@pytest.mark.few_proofs(every=1)
 def test_checkpoints_have_the_state_in_a_file_of_their_owner_alone(tmp_path: Path) -> None:
     made = trainer(tmp_path, secret={"noise_multiplier": 1.0}, save_strategy="steps", save_steps=1)
     made.train()

@@ -19,7 +19,7 @@ from gramian.kernels.distillation.distill_rows import (
 from tests.distill import eager
 from tests.kernels import interpreted, laid_out, random
 from tests.kit.close import ROUNDINGS
-from tests.kit.matrix import sample
+from tests.kit.matrix import examples, sample
 
 DIRECTIONS = ("forward", "reverse", "jsd")
 
@@ -121,7 +121,7 @@ def test_kernel_and_twin_are_float64s_rows(direction, T, shape, dtype, squash):
         check(rows, gradient, s, t, targets, T, objective, squash, Squash(1.25), 3e-6)
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(
     tokens=st.integers(1, 4),
     vocabulary=st.integers(1, 70),

@@ -18,7 +18,7 @@ from gramian.kernels.distillation.rest_rows import (
     rest_rows_twin,
 )
 from tests.kernels import interpreted, laid_out, random
-from tests.kit.matrix import sample
+from tests.kit.matrix import examples, sample
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -93,7 +93,7 @@ def test_kernels_and_twins_are_float64s(dtype, squash, T, shape):
     both_close(products(*shape, dtype=dtype), T, squash, 16)
 
 
-@settings(max_examples=6)
+@settings(max_examples=examples(6))
 @given(tokens=st.integers(1, 4), vocabulary=st.integers(1, 70), block=st.sampled_from([16, 32]), T=st.floats(0.5, 10))
 def test_kernels_at_any_shape(tokens, vocabulary, block, T):
     both_close(products(tokens, vocabulary, seed=vocabulary), T, Squash(), block, seed=tokens)

@@ -10,6 +10,7 @@ from gramian.kernels.launch import Tiles
 from gramian.kernels.sums.weighted_product import weighted_product, weighted_product_kernel, weighted_product_twin
 from tests.kernels import LAYOUTS, interpreted, laid_out, random
 from tests.kit.close import close_to_sum
+from tests.kit.matrix import examples
 
 SMALL = Tiles(rows=16, columns=32, depth=16, warps=4, stages=2, cost=1.0)
 
@@ -49,7 +50,7 @@ def test_kernel_in_every_layout(dtype, layout, descriptor):
     close(got, left, right, weights)
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(
     samples=st.integers(1, 5),
     tokens=st.integers(1, 40),

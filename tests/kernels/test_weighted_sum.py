@@ -16,6 +16,7 @@ from gramian.kernels.sums.weighted_sum import (
 )
 from tests.kernels import interpreted, laid_out, random
 from tests.kit.close import close_to_sum
+from tests.kit.matrix import examples
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = ("contiguous", "amid nan", "columns apart")
@@ -60,7 +61,7 @@ def test_kernels_in_every_layout(dtype, layout):
     close_squares(squares, kept)
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(samples=st.integers(1, 9), width=st.integers(1, 200), layout=st.sampled_from(LAYOUTS))
 def test_kernels_at_any_shape(samples, width, layout):
     kept, weights = case(samples, width, layout=layout, seed=width)

@@ -1,15 +1,15 @@
 """How much of a test matrix runs: all of it with ``GRAMIAN_FULL=1``, else a sample that leaves no case out."""
 
+import math
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-WHOLE = 4
-"""Matrices up to this size are not thinned, unless their cells start processes."""
 SHARE = 0.1
-"""Of a larger one, what is left of it at least."""
+"""What is left of a matrix at least."""
 FEW = 2
-"""What is left of a matrix whose every cell starts several processes: its axes are walked through without them."""
+"""Matrices up to this size are not thinned. It is what is left of one whose every cell starts several processes: its axes are
+walked through without them."""
 
 FULL = os.environ.get("GRAMIAN_FULL") == "1"
 
@@ -44,8 +44,18 @@ def sample(items: Sequence[Item], n: int, case: Callable[[Item], object] | None 
     return [items[i] for i in sorted(chosen)]
 
 
+def some(items: Iterable[Item], k: int, of: int = 2) -> list[Item]:
+    """All items when FULL, else every `of`-th from the `k`-th on: tests over one table each take another share of it."""
+    return list(items) if FULL else list(items)[k::of]
+
+
+def examples(n: int) -> int:
+    """How many examples a property is tried on: `n` when FULL, else a third of them, and not below four."""
+    return n if FULL else min(n, max(4, n // 3))
+
+
 def thinned(cells: Sequence[Mapping[str, Any]], processes: bool = False) -> list[int]:
-    """Which cells of a matrix to run: every value of every axis is in one of them, and so is a share of all.
+    """Which cells of a matrix to run: as few as have every value of every axis among them, and a share of all at least.
 
     Args:
         cells: {axis: value} of each.
@@ -54,16 +64,19 @@ def thinned(cells: Sequence[Mapping[str, Any]], processes: bool = False) -> list
     Returns:
         Their numbers, in order.
     """
-    if len(cells) <= (FEW if processes else WHOLE):
+    if len(cells) <= FEW:
         return list(range(len(cells)))
     if processes:
         return sorted(k * _stride(len(cells)) % len(cells) for k in range(FEW))
-    stride, seen, chosen, others = _stride(len(cells)), set[Hashable](), [], []
-    for k in range(len(cells)):
-        i = k * stride % len(cells)
-        values = {(axis, _told_apart_by(value)) for axis, value in cells[i].items()}
-        (others if values <= seen else chosen).append(i)
-        seen |= values
+    values = [{(axis, _told_apart_by(value)) for axis, value in cell.items()} for cell in cells]
+    stride, unseen, chosen = _stride(len(cells)), set[Hashable]().union(*values), []
+    others = [k * stride % len(cells) for k in range(len(cells))]
+    while unseen:
+        # The cell with the most values that no chosen one has; of several, the first in the order of the stride.
+        most = max(others, key=lambda i: len(values[i] & unseen))
+        others.remove(most)
+        chosen.append(most)
+        unseen -= values[most]
     return sorted([*chosen, *others[: max(0, round(SHARE * len(cells)) - len(chosen))]])
 
 
@@ -81,6 +94,6 @@ def _first(item: object) -> object:
 
 def _stride(length: int) -> int:
     stride = max(1, round(length * 0.618))
-    while stride > 1 and not all(length % d or stride % d for d in range(2, stride + 1)):
+    while math.gcd(length, stride) > 1:
         stride -= 1
     return stride

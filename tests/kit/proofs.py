@@ -2,7 +2,8 @@
 
 A proof takes most of the time of a small model. Cells of tests marked ``few_proofs`` compare what is captured with an oracle of
 their own; seven in eight run as with ``proof="off"``. A hash of their names decides which, so that no value of an axis is left
-out of the proven ones; of the whole matrices (``GRAMIAN_FULL=1``) these are more than a thousand.
+out of the proven ones; of the whole matrices (``GRAMIAN_FULL=1``) these are more than a thousand. ``few_proofs(short=True)`` is
+for the short run alone: in the whole one, all cells are proven.
 """
 
 import zlib
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from gramian.taps.hub import Hub
+from tests.kit.matrix import FULL
 
 EVERY = 8
 """One of so many cells is proven, unless a test's own marker says `every`: 1 where the proof is part of its subject."""
@@ -20,11 +22,20 @@ _without = False
 
 
 def choose(cells: Sequence[pytest.Item]) -> None:
-    """Decide which cells of a matrix have proofs."""
-    marker = cells[0].get_closest_marker("few_proofs") if len(cells) > 1 else None
-    if marker:
-        for number, item in enumerate(sorted(cells, key=lambda item: zlib.crc32(item.nodeid.encode()))):
-            item.stash[_WITHOUT] = number % marker.kwargs.get("every", EVERY) != 0
+    """Decide which cells of a matrix have proofs. In the short run a test alone is one of the cells of all such tests."""
+    marker = cells[0].get_closest_marker("few_proofs")
+    if marker is None or (FULL and (len(cells) == 1 or marker.kwargs.get("short"))):
+        return
+    every = marker.kwargs.get("every", EVERY)
+    if len(cells) == 1:
+        cells[0].stash[_WITHOUT] = _order(cells[0]) % every != 0
+        return
+    for number, item in enumerate(sorted(cells, key=_order)):
+        item.stash[_WITHOUT] = number % every != 0
+
+
+def _order(item: pytest.Item) -> int:
+    return zlib.crc32(item.nodeid.encode())
 
 
 @contextmanager

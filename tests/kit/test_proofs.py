@@ -9,6 +9,7 @@ from torch import nn
 import gramian
 from gramian.taps.hub import Hub, hub_of
 from tests.kit import proofs
+from tests.kit.matrix import FULL
 from tests.kit.processes import distributed, run_on_ranks
 
 CELLS = range(3 * proofs.EVERY)
@@ -43,6 +44,19 @@ def test_one_cell_of_so_many_is_proven(cell: int, tally: None) -> None:
 @pytest.mark.parametrize("cell", range(3))
 def test_a_test_says_that_all_of_its_cells_are_proven(cell: int) -> None:
     assert is_proven()
+
+
+@pytest.mark.few_proofs(short=True)
+@pytest.mark.parametrize("cell", range(3))
+def test_a_test_says_that_cells_are_left_out_in_the_short_run_alone(cell: int) -> None:
+    assert is_proven() is not proofs.are_off()
+    assert is_proven() or not FULL
+
+
+@pytest.mark.few_proofs
+def test_a_test_alone_is_proven_in_the_whole_run() -> None:
+    assert is_proven() is not proofs.are_off()
+    assert is_proven() or not FULL
 
 
 @pytest.mark.parametrize("off", [False, True])

@@ -8,7 +8,8 @@
 
 import ast
 import functools
-from collections.abc import Iterator
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,26 +25,18 @@ COLLECTIVES = {
 }  # fmt: skip
 WITH_PICKLE = {name for name in COLLECTIVES if "object" in name}
 HOOKS = {"register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook"}
+WATCHED = {*COLLECTIVES, *HOOKS, "from_local"}
 
 
-def calls(tree: ast.AST) -> Iterator[tuple[str, str, ast.Call]]:
-    """(what it is called on, where that is a name with dots; name; call) of every call of an attribute."""
+def calls(tree: ast.AST) -> list[tuple[str, str, ast.Call]]:
+    """(what it is called on, where that is a name with dots; name; call) of every call of a watched attribute."""
+    found = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WATCHED:
             owner = node.func.value
-            yield ast.unparse(owner) if isinstance(owner, ast.Name | ast.Attribute) else "", node.func.attr, node
-
-
-@functools.cache
-def parsed(file: Path) -> ast.Module:
-    return ast.parse(file.read_text())
-
-
-def trees(folder: str = "") -> Iterator[tuple[Path, ast.Module]]:
-    for file in FILES:
-        place = file.relative_to(SOURCE)
-        if str(place).startswith(folder):
-            yield place, parsed(file)
+            on = ast.unparse(owner) if isinstance(owner, ast.Name | ast.Attribute) else ""
+            found.append((on, node.func.attr, node))
+    return found
 
 
 def outside_of_parallel(tree: ast.AST) -> list[str]:
@@ -66,7 +59,9 @@ def on_hooks(tree: ast.AST) -> list[str]:
 
 def behind_a_rank(tree: ast.AST) -> list[str]:
     """Collectives in a branch that one rank takes."""
-    found = []
+    found: list[str] = []
+    if not any(name in COLLECTIVES for _, name, _ in calls(tree)):
+        return found
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "rank" in ast.unparse(node.test) and "world" not in ast.unparse(node.test):
             for on, name, _ in (call for part in (*node.body, *node.orelse) for call in calls(part)):
@@ -75,24 +70,42 @@ def behind_a_rank(tree: ast.AST) -> list[str]:
     return found
 
 
+def with_pickle(tree: ast.AST) -> list[str]:
+    return [name for _, name, _ in calls(tree) if name in WITH_PICKLE]
+
+
+@functools.cache
+def broken() -> dict[Callable[[ast.AST], list[str]], dict[str, list[str]]]:
+    """{rule: {file: what breaks it there}}. Every file is parsed once, and only if a watched name is called in it."""
+    found: dict[Callable[[ast.AST], list[str]], dict[str, list[str]]] = {rule: {} for rule in RULES}
+    for file in FILES:
+        text = file.read_text()
+        tree = ast.parse(text) if re.search(rf"\.({'|'.join(WATCHED)})\s*\(", text) else None
+        for rule in RULES if tree is not None else ():
+            if told := rule(tree):
+                found[rule][str(file.relative_to(SOURCE))] = told
+    return found
+
+
+RULES = (outside_of_parallel, behind_a_rank, with_pickle, without_shape, on_hooks)
+
+
 def test_collectives_stand_in_one_room() -> None:
-    elsewhere = {str(place): found for place, tree in trees() if (found := outside_of_parallel(tree))}
-    assert {place for place in elsewhere if not place.startswith("parallel/")} == set()
+    assert {place.partition("/")[0] for place in broken()[outside_of_parallel]} == {"parallel"}
 
 
-def test_no_collective_is_for_one_rank_or_takes_pickles() -> None:
-    for place, tree in trees():
-        assert behind_a_rank(tree) == [], place
-        assert not WITH_PICKLE & {name for _, name, _ in calls(tree)}, place
+@pytest.mark.parametrize("rule", [behind_a_rank, with_pickle])
+def test_no_collective_is_for_one_rank_or_takes_pickles(rule: Callable[[ast.AST], list[str]]) -> None:
+    assert broken()[rule] == {}
 
 
 def test_shards_are_told_the_whole_shape() -> None:
-    assert {str(place): found for place, tree in trees() if (found := without_shape(tree))} == {}
+    assert broken()[without_shape] == {}
 
 
 @pytest.mark.parametrize("room", ["taps", "statistics", "curvature", "parallel"])
 def test_captures_do_not_stand_on_backward_hooks(room: str) -> None:
-    assert {str(place): found for place, tree in trees(f"{room}/") if (found := on_hooks(tree))} == {}
+    assert {place: told for place, told in broken()[on_hooks].items() if place.startswith(f"{room}/")} == {}
 
 
 @pytest.mark.parametrize(
@@ -102,6 +115,7 @@ def test_captures_do_not_stand_on_backward_hooks(room: str) -> None:
         (outside_of_parallel, "torch.distributed.barrier()"),
         (without_shape, "DTensor.from_local(x, mesh, [Shard(0)], run_check=False)"),
         (behind_a_rank, "if rank == 0:\n    dist.barrier()"),
+        (with_pickle, "dist.all_gather_object(found, x)"),
         (on_hooks, "module.register_full_backward_hook(f)"),
     ],
 )

@@ -15,7 +15,7 @@ import gramian
 from gramian.oracles.clipped_sum import clip, clipped_sum
 from gramian.privacy.clipping.clip_factors import SLACK
 from gramian.privacy.options import Tuning
-from tests.kit.matrix import FULL, sample
+from tests.kit.matrix import FULL, sample, some
 from tests.kit.models import CASES
 from tests.kit.refusals import refusal
 from tests.kit.toys import Toy
@@ -76,7 +76,7 @@ def test_backward_gains_the_clipped_sum_and_a_step_moves_by_it_over_the_expected
     assert_norms(seen.factors_B, want.factors_B, tolerance)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some(CASES, 0))
 def test_a_step_at_rate_1_moves_by_exactly_the_mean_of_the_clipped_gradients(name: str) -> None:
     p = problem(name, 4)
     limit, model = clip_norm(p), p.model()
@@ -102,7 +102,7 @@ def test_any_clip_norm(name: str, limit: str, storage: str) -> None:
         assert (run.engine.last.factors_B == 1).all() == (limit == "none is clipped")
 
 
-@pytest.mark.parametrize("name, storage", sample(list(product(CASES, STORAGES)), 23))
+@pytest.mark.parametrize("name, storage", sample(list(product(some(CASES, 1), STORAGES)), 12))
 def test_backwards_before_a_step_accumulate(name: str, storage: str) -> None:
     p = problem(name, 6)
     limit, model = clip_norm(p), p.model()
@@ -182,7 +182,7 @@ def test_further_layers_with_a_formula_or_without(name: str, storage: str) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("clipping", ["auto", "keep"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some(CASES, 1))
 def test_whole_gradients_of_single_samples(name: str, clipping: str, dtype: torch.dtype) -> None:
     p = problem(name, 3, dtype)
     limit, model = clip_norm(p), p.model()

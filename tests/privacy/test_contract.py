@@ -473,7 +473,15 @@ def test_a_step_after_a_backward_that_broke_off_releases_nothing_of_it(options: 
 # ---- independence ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mlp", "tied_gpt", "convnet", pytest.param("hf_llama", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlp",
+        "tied_gpt",
+        pytest.param("convnet", marks=pytest.mark.full),
+        pytest.param("hf_llama", marks=pytest.mark.full),
+    ],
+)
 def test_samples_that_do_not_depend_on_each_other_pass(name: str) -> None:
     p = problem(name, 4)
     limit, model = clip_norm(p), p.model()

@@ -15,6 +15,7 @@ from scipy import stats
 
 from gramian.kernels import chacha
 from gramian.privacy.noise.element_noise import NoisePlan
+from tests.kit.matrix import examples
 from tests.kit.refusals import refusal
 
 KEY = bytes(range(32))
@@ -39,7 +40,7 @@ def test_elements_have_places_of_their_own_that_start_even():
     assert torch.equal(noise("conv", release=3).flatten(), chacha.normals(KEY, 3, 24, 30))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(name=st.sampled_from(["embed", "conv", "bias"]), cuts=st.lists(st.integers(0, 9), max_size=4), data=st.data())
 def test_any_sharding_over_dim_0_draws_the_same_noise_bit_for_bit(name, cuts, data):
     rows = dict(SHAPES)[name][0]

@@ -18,6 +18,8 @@ from tests.kit.matrix import FULL
 from tests.privacy.problems import clip_norm, gradients, private
 from tests.statistics.problems import problem
 
+pytestmark = pytest.mark.few_proofs(short=True)
+
 STORAGES = ("auto", "bookkeeping", "keep", "two_pass")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 ROUNDING = {torch.float64: 2.0**-50, torch.float32: 2.0**-21, torch.bfloat16: 2.0**-7}

@@ -340,6 +340,7 @@ def test_the_noise_cannot_be_pickled() -> None:
         pickle.dumps(NoisePlan(bytes(32), [("p", (2,))]))
 
 
+@pytest.mark.few_proofs(short=True)
 @pytest.mark.parametrize("clipping, physical", [("auto", None), ("keep", None), ("two_pass", None), ("auto", 1)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_without_a_sample_what_is_noised_changes_by_the_clip_norm_also_in_half_precision(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.privacy.audit import weights_digest
 from gramian.privacy.audit.weights_digest import weight_digest
+from tests.kit.matrix import examples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.float8_e5m2]
 
@@ -42,7 +43,7 @@ def flipped(t: Tensor, bit: int) -> None:
     octets[bit // 8 % len(octets)] ^= 1 if t.dtype == torch.bool else 1 << bit % 8
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_every_bit_counts(data: st.DataObject) -> None:
     model = Tensors()

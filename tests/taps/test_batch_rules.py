@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import gramian
 from gramian.core.errors import GramianError
 from gramian.oracles import single_sample
+from tests.kit.matrix import examples
 from tests.kit.models import CASES
 from tests.kit.networks import GPT
 from tests.kit.refusals import refusal
@@ -251,8 +252,9 @@ def _pack(sizes: list[int], width: int) -> Tensor:
     return torch.tensor([row + [-1] * (width - len(row)) for row in rows])
 
 
+@pytest.mark.few_proofs(short=True)
 @given(sizes=lengths(), seed=st.integers(0, 1000), algorithm=st.sampled_from(ALGORITHMS))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_packed_ragged_and_padded_sequences_have_the_same_norms(sizes: list[int], seed: int, algorithm: str) -> None:
     model = _words()
     sequences = _ragged(sizes, seed)
@@ -285,8 +287,9 @@ def test_packed_ragged_and_padded_sequences_have_the_same_norms(sizes: list[int]
     assert not packed.values[len(sizes) :].any()
 
 
+@pytest.mark.few_proofs(short=True)
 @given(seed=st.integers(0, 1000), units=st.integers(1, 5), algorithm=st.sampled_from(ALGORITHMS))
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_any_assignment_of_tokens_to_units_sums_each_units_tokens(seed: int, units: int, algorithm: str) -> None:
     model = _words()
     generator = torch.Generator().manual_seed(seed)

@@ -32,7 +32,7 @@ from gramian.train.state.checkpoint import CheckpointStore, LoadedCheckpoint
 from gramian.train.state.sharded_checkpoint import read_parts
 from gramian.train.state.snapshot import Snapshot, Snapshots
 from gramian.train.state.tensor_parts import Extent, full_extent
-from tests.kit.matrix import FULL
+from tests.kit.matrix import FULL, examples
 from tests.kit.waiting import PATIENCE
 from tests.train.test_snapshot import DTYPES, addresses, filled, raw
 
@@ -111,7 +111,7 @@ def test_the_newest_is_read_back_bit_for_bit(store: Store) -> None:
     assert_is(Store(store.folder).newest(HASH), 2)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     st.dictionaries(
         st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8).filter(lambda n: n != "__metadata__"),

@@ -581,7 +581,7 @@ def test_missing_data_is_bad_input(tmp_path: Path) -> None:
 
 
 def test_private_windows_must_not_depend_on_each_other(windows: Windows) -> None:
-    told = {"privacy": {"target_epsilon": 3.0}}
+    told = {"privacy": {"target_epsilon": 3.0}, "model": {"layers": 1}}
     assert [check.ok for check in private_windows(subject_of(windows, **told))] == [True, True]
     for check in private_windows(subject_of(windows, before_blocks(BatchMean), **told)):
         assert not check.ok
@@ -601,7 +601,8 @@ def test_private_windows_must_not_depend_on_each_other(windows: Windows) -> None
 def test_the_row_proof_passes_on_the_first_batch_or_is_said_not_to_run(
     keys: dict[str, Any], data: dict[str, Any], measured: str, windows: Windows
 ) -> None:
-    check = private_windows(subject_of(windows, privacy={"noise_multiplier": 1.0, **keys}, data=data))[0]
+    told = {"privacy": {"noise_multiplier": 1.0, **keys}, "model": {"layers": 1}, "data": data}
+    check = private_windows(subject_of(windows, **told))[0]
     assert (check.name, check.measured, check.ok) == ("row proof", measured, True)
     assert ("taken from shapes" in check.hint) == (measured == "off")
 

@@ -19,6 +19,7 @@ from gramian.train.config.config import RUN_ONLY, SECTIONS, Config, load_config
 from gramian.train.loop.schedule import learning_rate
 from gramian.train.state.run_folder import read_lines
 from tests.data.test_tokenizer import saved
+from tests.kit.matrix import FULL
 
 EXAMPLES = Path(__file__).parents[2] / "gramian" / "examples"
 FILES = sorted(EXAMPLES.glob("*.toml"))
@@ -51,6 +52,7 @@ OVERRIDES = {  # where the common ones do not fit
     "distill": LONGER,
     "distill_topk": [*LONGER, "teacher.knots=2"],
     "goose": LONGER,
+    "private": [] if FULL else ["privacy.accountant=rdp"],  # whose search for the noise is three times as fast
     "goose_seed": ["model.layers=5", "data.stride=8", "teacher.feature_from=2", "eval.every=2"],
 }
 

@@ -37,6 +37,10 @@ STEPS = 60
 HALF: dict[str, Any] = {"precision": {"kind": "fp16"}, "data": {"length": 16, "batch": 2}}
 
 
+one_worker = pytest.mark.xdist_group("clean run")
+"""Of xdist, which then trains it once."""
+
+
 def last_loss(config: Config) -> float:
     lines = read_lines(Path(config.run.folder) / "metrics.jsonl")
     return float([line["validation_loss"] for line in lines if "validation_loss" in line][-1])
@@ -75,6 +79,7 @@ def nan_gradient(stepper: PlainStepper) -> None:
     p.grad.view(-1)[0] = math.nan
 
 
+@one_worker
 def test_a_gradient_that_is_not_a_number_is_rolled_back_and_its_batch_left_out(tmp_path: Path, clean: float) -> None:
     config = small(tmp_path / "run", run={"steps": STEPS})
     trainer, ended = run(config, at_positions({33}, nan_gradient, times=9))
@@ -110,6 +115,7 @@ def test_natural_gradients_are_rolled_back_to_where_there_were_no_factors(tmp_pa
     assert (rollback["to"], ended.reason, trainer.step) == (0, "done", 8)
 
 
+@one_worker
 def test_a_batch_whose_loss_is_eight_times_as_high_does_no_harm(tmp_path: Path, clean: float) -> None:
     def fault(parts: Parts) -> None:
         stepper = parts.stepper
@@ -238,6 +244,7 @@ def test_a_run_that_cannot_be_helped_stops_and_names_the_module(tmp_path: Path) 
     assert all(bool(t.isfinite().all()) for t in newest.tensors().values() if t.is_floating_point())
 
 
+@one_worker
 def test_a_full_disk_loses_a_save_and_nothing_else(
     tmp_path: Path, clean: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gramian.core.errors import GramianError
 from gramian.train.config import config_sections as config
 from gramian.train.loop.guard import ENOUGH, Advice, Fine, Guard, Observation, Rollback, Stop, Verdict
+from tests.kit.matrix import examples
 
 QUIET = config.GuardSection(clip_share=0.999)
 """No advice on clipping, which early training earns."""
@@ -65,7 +66,7 @@ def only(guard: Guard, observations: Iterable[Observation]) -> tuple[int, Rollba
 # ---- quiet -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers(0, 2**32 - 1), st.sampled_from([256, 50257]), st.sampled_from([0.02, 0.1, 0.3, 0.6]))
 def test_a_healthy_run_is_never_rolled_back(seed: int, vocabulary: int, noise: float) -> None:
     """Of 2,000,000 such steps 2 were, and at most 7 in a run advised on; here are 40,000."""
@@ -362,7 +363,7 @@ def faulty(seed: int) -> list[Observation]:
     return curve
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(0, 10), st.integers(0, 439))
 def test_a_guard_saved_at_any_point_goes_on_as_if_it_had_not_been(seed: int, point: int) -> None:
     curve = faulty(seed)

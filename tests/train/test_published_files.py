@@ -18,6 +18,8 @@ from gramian.train.state.checkpoint_files import digest_of, write_tensors
 from gramian.train.state.run_folder import read_lines
 from tests.train.runs import PRIVATE, small
 
+pytestmark = pytest.mark.xdist_group("published")  # two finished runs for all
+
 COMPUTED = ("grad_norm", "time", "clock", "seconds", "share_of_time_by_interval", "attempt")
 """Of a line of metrics or events: the noised gradient, what the clock says, and how far the run was when a save was done."""
 CLOCKED = ("checkpoint_waited", "data_starved")

@@ -22,6 +22,7 @@ from gramian.train.loop.precision import Precision, resolve_precision, set_globa
 from gramian.train.state.nested import merge, split
 from gramian.train.state.run_folder import JsonLines, RunFolder, difference, read_lines
 from gramian.train.state.run_log import flops_per_token, perplexity
+from tests.kit.matrix import examples
 from tests.train.runs import small
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -126,7 +127,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(states)
 def test_a_nested_state_comes_back_from_flat_tensors_and_json(state: Any) -> None:
     tensors: dict[str, torch.Tensor] = {}

@@ -14,6 +14,7 @@ from torch import Tensor
 from gramian.core.errors import GramianError
 from gramian.train.state.snapshot import Snapshots
 from gramian.train.state.tensor_parts import Extent, Part, copy_parts, full_extent
+from tests.kit.matrix import examples
 
 DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool,
@@ -57,7 +58,7 @@ def test_going_on_does_not_change_a_snapshot() -> None:
     assert tensors["model.w"].eq(1).all() and tensors["model.n"] == 1 and tensors["key"].eq(0).all()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.dictionaries(
         st.text(min_size=1, max_size=8),
