@@ -36,7 +36,7 @@ def only_first_complains(run: Callable[[], int]) -> int:
 
 
 def only_one_complains(grid: ProcessGrid, run: Callable[[], int]) -> int:
-    """Run a command on several processes, of which the first to fail raises its error and the others return its exit code.
+    """Run a command on every process. If it fails, the process that failed first raises the error, the others return its code.
 
     torchrun ends the other processes as soon as one has ended, so the one that knows the reason must not leave it to rank 0.
     """

@@ -106,7 +106,7 @@ class PassageCorpus:
 
     def passages(self, numbers: Sequence[int]) -> Batch:
         """The batch of the passages of some numbers."""
-        rows = torch.tensor(numbers)
+        rows = torch.tensor(numbers, dtype=torch.long)
         return self.batch(self.tokens_NT[rows], self.targets_NT[rows])
 
     def text(self, number: int) -> str:

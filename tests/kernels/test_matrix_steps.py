@@ -102,6 +102,22 @@ def test_scales_of_a_direction(function, diagonal, columns):
 
 
 @pytest.mark.gpu
+def test_scales_of_kernels_are_those_of_their_twins_on_a_gpu():
+    x, D = (random(3, *shape, seed=seed, device="cuda") for seed, shape in ((1, (300, 700)), (2, (1, 700))))
+    sizes, least = x.norm(dim=(1, 2), keepdim=True), torch.full((3, 1, 1), 1e-3, device="cuda")
+    pairs = [
+        [f(x.bfloat16(), 2.0, sizes, torch.float16, D.half()) for f in (scaled_stack_kernel, scaled_stack_twin)],
+        *zip(*(f(x, 2.0, sizes, torch.float16) for f in (scaled_in_parts_kernel, scaled_in_parts_twin)), strict=True),
+        [
+            f(x.norm(dim=1, keepdim=True), D.half(), sizes, least, 7.0)
+            for f in (direction_scales_kernel, direction_scales_twin)
+        ],
+    ]
+    for found, want in pairs:
+        torch.testing.assert_close(found, want, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3, 5), (64, 8, 3, 3), (300, 700)])

@@ -80,7 +80,8 @@ def operator_bytes(form: BlockForm, A: FactorShape | None, G: FactorShape) -> Op
 def applied_together(operators: Mapping[OperatorBytes, int]) -> int:
     """Most bytes on top while steps are computed, for {operators of a block: number of such blocks}.
 
-    Blocks of one shape at a time; small ones with roots with others whose Gram matrices are as large.
+    The blocks of one shape step at the same time. Small blocks with roots of several shapes do so too, if their Gram matrices
+    have one size and no more than `TOGETHER` entries in all.
     """
     found = max((count * one.applying for one, count in operators.items()), default=0)
     for gram in {one.gram for one in operators} - {0}:
