@@ -88,7 +88,7 @@ def _language(
 
     def batches(seed: int) -> Iterator[Tensor]:
         for begin in begins(training, seed):
-            yield training[begin.to("cuda")[:, None] + places].long()
+            yield training[begin.pin_memory().to("cuda", non_blocking=True)[:, None] + places].long()  # no step waits
 
     def loss(model: nn.Module, window: Tensor) -> Tensor:
         with torch.autocast("cuda", torch.bfloat16):

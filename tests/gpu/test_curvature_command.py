@@ -14,7 +14,7 @@ from tests.train.runs import small
 pytestmark = pytest.mark.gpu
 SHAPE: dict[str, dict[str, Any]] = {
     "model": {"layers": 1, "width": 8, "heads": 1},
-    "data": {"length": 8, "limit_bytes": 100_000},
+    "data": {"length": 8, "limit_bytes": 400_000},
     "run": {"device": "auto"},
 }
 QUICK = ["--tokens", "64", "--dtype", "fp64", "--probes", "0"]
