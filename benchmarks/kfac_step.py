@@ -51,9 +51,8 @@ def measure(config: GPTConfig, device: str, steps: int) -> dict[str, Any]:
         backward(model)
         plain.step()
 
-    base = _times(plain_step, 30 if cuda else 5)
-    median = statistics.median(base)
-    found: dict[str, Any] = {"plain_ms": median * 1e3}
+    found: dict[str, Any] = {}
+    _times(plain_step, 30 if cuda else 5)
     own = gramian.optim.KFAC(model, lr=1e-5, update_freq=2 * EVERY)
 
     def own_step() -> None:
@@ -61,7 +60,7 @@ def measure(config: GPTConfig, device: str, steps: int) -> dict[str, Any]:
             backward(model)
         own.step()
 
-    found["optimizer"] = _ratios(own_step, own.kfac, 2 * EVERY, steps, median)
+    found["optimizer"] = _ratios(own_step, own.kfac, 2 * EVERY, steps, plain_step)
     kfac = gramian.KFACNaturalGradient(update_freq=EVERY, max_tokens=min(2048, terms // 2))
     optimizer = gramian.precondition(torch.optim.SGD(model.parameters(), lr=1e-3), model, kfac)
 
@@ -70,14 +69,14 @@ def measure(config: GPTConfig, device: str, steps: int) -> dict[str, Any]:
             backward(model)
         optimizer.step()
 
-    found["precondition"] = _ratios(kfac_step, kfac, EVERY, steps, median)
+    found["precondition"] = _ratios(kfac_step, kfac, EVERY, steps, plain_step)
     found["operators"] = kfac.record()["operators"]
 
     def exact_step() -> None:
         backward(model)
         kfac.compute_natural_gradient(model)
 
-    found["exact, between"] = statistics.median(_times(exact_step, 5)) / median
+    found["exact, between"] = statistics.median(_times(exact_step, 5)) / statistics.median(_times(plain_step, 5))
     backward(model)
     gradients = gradients_of(model)
     found["error"] = _difference(
@@ -87,21 +86,32 @@ def measure(config: GPTConfig, device: str, steps: int) -> dict[str, Any]:
 
 
 def _ratios(
-    step: Callable[[], None], kfac: gramian.KFACNaturalGradient, every: int, steps: int, plain: float
+    step: Callable[[], None],
+    kfac: gramian.KFACNaturalGradient,
+    every: int,
+    steps: int,
+    plain_step: Callable[[], None],
 ) -> dict[str, float | None]:
-    """Times of steps over the plain step, after two refreshes: on average, between refreshes, with one, and the longest."""
+    """Times of steps over the plain step, after two refreshes: on average, between refreshes, with one, and the longest.
+
+    A few plain steps run between two refreshes: a GPU slows down as it warms up.
+    """
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     for _ in range(2 * every):
         step()
-    marked = []
-    for _ in range(steps):
+    marked, base = [], []
+    for number in range(steps):
         before = kfac.refreshes
         took = seconds(step, 1)
         marked.append((took, kfac.refreshes > before))
+        if number % every == every // 2:
+            base += _times(plain_step, 6)
+    plain = statistics.median(base)
     refreshes, between = [t for t, fresh in marked if fresh], [t for t, fresh in marked if not fresh]
     return {
+        "plain_ms": plain * 1e3,
         "mean": statistics.mean(took for took, _ in marked) / plain,
         "between": statistics.median(between) / plain,
         "refresh": statistics.median(refreshes) / plain,

@@ -29,10 +29,10 @@ def nesterov_averages(
 
 @triton.jit
 def scaled_steps(
-    weights, example, u, scale, size, columns, scale_matrix, scale_row, scale_column, RATE, KEEP,
+    weights, example, u, scale, size, columns, scale_matrix, scale_row, scale_column, rates,
     BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK entries of one matrix: W ← KEEP·W + RATE·scale·U, `scale` read with the strides given.
+    """BLOCK entries of one matrix: W ← keep·W + rate·scale·U, `scale` read with the strides given, `rates` = (rate, keep).
 
     Matrix k, of `size` entries in rows of `columns`, has its weight at the address weights[k], of the dtype of `example`; U is
     row k of `u`.
@@ -44,9 +44,9 @@ def scaled_steps(
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     at = matrix * scale_matrix + place // columns * scale_row + place % columns * scale_column
     step = tl.load(u + matrix * size + place, mask=place < size).to(tl.float32)
-    step *= RATE * tl.load(scale + at, mask=place < size)
+    step *= tl.load(rates).to(tl.float32) * tl.load(scale + at, mask=place < size)
     weight = tl.load(W + place, mask=place < size).to(tl.float32)
-    tl.store(W + place, KEEP * weight + step, mask=place < size)
+    tl.store(W + place, tl.load(rates + 1).to(tl.float32) * weight + step, mask=place < size)
 
 
 @triton.jit

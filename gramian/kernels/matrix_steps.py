@@ -7,6 +7,7 @@ bytes for the first and the last. Numbers of a matrix or a column are computed i
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,20 +20,49 @@ LEAST = {torch.float32: 1e-18, torch.float64: 1e-150}
 """{dtype of norms: the least that is divided by}: smaller ones are lost where their squares are added."""
 
 
+class Addresses(NamedTuple):
+    """Where k momenta, gradients and weights begin, int64 [k] each on their device: launches of kernels read them there."""
+
+    momenta: Tensor
+    gradients: Tensor
+    weights: Tensor
+
+
+def averages_in_kernel(momenta: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
+    """Whether `nesterov_averages` runs as a kernel."""
+    return takes_kernel(*momenta, *gradients) and _uniform([*momenta, *gradients])
+
+
 @torch.no_grad()
 def nesterov_averages(
-    momenta: Sequence[Tensor], gradients: Sequence[Tensor], beta: float, dtype: torch.dtype
+    momenta: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    beta: float,
+    dtype: torch.dtype,
+    at: Addresses | None = None,
 ) -> Tensor:
-    """Update momenta M ← βM + (1−β)g in place; returns N = βM + (1−β)g, [k, *shape], of k weights of one shape, in `dtype`."""
-    kernel = takes_kernel(*momenta, *gradients) and _uniform([*momenta, *gradients])
-    return (nesterov_averages_kernel if kernel else nesterov_averages_twin)(momenta, gradients, beta, dtype)
+    """Update momenta M ← βM + (1−β)g in place; returns N = βM + (1−β)g, [k, *shape], of k weights of one shape, in `dtype`.
+
+    `at`: their addresses, which a kernel looks up where they are not given.
+    """
+    if averages_in_kernel(momenta, gradients):
+        return nesterov_averages_kernel(momenta, gradients, beta, dtype, at)
+    return nesterov_averages_twin(momenta, gradients, beta, dtype)
 
 
 @torch.no_grad()
-def scaled_steps(weights: Sequence[Tensor], u: Tensor, scale: Tensor, rate: float, keep: float) -> None:
-    """W ← keep·W + rate·scale·U in place, for k weights of one shape [a, …], U [k, a, …], `scale` broadcast to [k, a, c]."""
+def scaled_steps(
+    weights: Sequence[Tensor], u: Tensor, scale: Tensor, rates: Tensor, at: Addresses | None = None
+) -> None:
+    """W ← keep·W + rate·scale·U in place, for k weights of one shape [a, …], U [k, a, …], `scale` broadcast to [k, a, c].
+
+    `rates` are (rate, keep), float64 [2] on the weights' device; `at` as above.
+    """
     kernel = takes_kernel(*weights, u) and _uniform(weights) and u.is_contiguous() and scale.dtype == torch.float32
-    (scaled_steps_kernel if kernel else scaled_steps_twin)(weights, u, scale, rate, keep)
+    if kernel:
+        scaled_steps_kernel(weights, u, scale, rates, at)
+    else:
+        scaled_steps_twin(weights, u, scale, rates)
 
 
 @torch.no_grad()
@@ -76,7 +106,11 @@ def nesterov_averages_twin(
 
 
 def nesterov_averages_kernel(
-    momenta: Sequence[Tensor], gradients: Sequence[Tensor], beta: float, dtype: torch.dtype
+    momenta: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    beta: float,
+    dtype: torch.dtype,
+    at: Addresses | None = None,
 ) -> Tensor:
     """`nesterov_averages` in Triton, for contiguous tensors of one dtype."""
     from gramian.kernels import _triton_matrix_steps as triton_kernels
@@ -86,20 +120,23 @@ def nesterov_averages_kernel(
     if size:
         with on_device(first):
             triton_kernels.nesterov_averages[(-(-size // BLOCK), len(momenta))](
-                n, _addresses(momenta), _addresses(gradients), first, size, beta,
+                n, addresses(momenta) if at is None else at.momenta,
+                addresses(gradients) if at is None else at.gradients, first, size, beta,
                 BLOCK=BLOCK, ALIGNED=_aligned([*momenta, *gradients]), num_warps=4,
             )  # fmt: skip
     return n
 
 
-def scaled_steps_twin(weights: Sequence[Tensor], u: Tensor, scale: Tensor, rate: float, keep: float) -> None:
+def scaled_steps_twin(weights: Sequence[Tensor], u: Tensor, scale: Tensor, rates: Tensor) -> None:
     """`scaled_steps` in torch."""
-    steps = (u.flatten(2) * (rate * scale)).to(weights[0].dtype).view_as(u)
-    torch._foreach_mul_(list(weights), keep)
+    steps = (u.flatten(2) * (rates[0] * scale)).to(weights[0].dtype).view_as(u)
+    torch._foreach_mul_(list(weights), rates[1].to(weights[0].dtype))
     torch._foreach_add_(list(weights), list(steps.unbind()))
 
 
-def scaled_steps_kernel(weights: Sequence[Tensor], u: Tensor, scale: Tensor, rate: float, keep: float) -> None:
+def scaled_steps_kernel(
+    weights: Sequence[Tensor], u: Tensor, scale: Tensor, rates: Tensor, at: Addresses | None = None
+) -> None:
     """`scaled_steps` in Triton, for contiguous tensors, weights of one dtype."""
     from gramian.kernels import _triton_matrix_steps as triton_kernels
 
@@ -110,7 +147,7 @@ def scaled_steps_kernel(weights: Sequence[Tensor], u: Tensor, scale: Tensor, rat
     strides = scale.expand(len(weights), rows, size // rows).stride()
     with on_device(first):
         triton_kernels.scaled_steps[(-(-size // BLOCK), len(weights))](
-            _addresses(weights), first, u, scale, size, size // rows, *strides, rate, keep,
+            addresses(weights) if at is None else at.weights, first, u, scale, size, size // rows, *strides, rates,
             BLOCK=BLOCK, ALIGNED=_aligned(weights), num_warps=4,
         )  # fmt: skip
 
@@ -191,12 +228,17 @@ def _aligned(tensors: Sequence[Tensor]) -> bool:
     return all(t.data_ptr() % 16 == 0 for t in tensors)
 
 
-def _addresses(tensors: Sequence[Tensor]) -> Tensor:
-    """Addresses of tensors, int64, on their device."""
+def addresses(tensors: Sequence[Tensor]) -> Tensor:
+    """Addresses of tensors, int64, on their device; not to be written to."""
     return _stored(tuple(t.data_ptr() for t in tensors), tensors[0].device)
 
 
 @functools.lru_cache(maxsize=256)
 def _stored(addresses: tuple[int, ...], device: torch.device) -> Tensor:
     """A table of numbers on a device; most weights, momenta and gradients lie at the same places at every step."""
-    return torch.tensor(addresses, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    return on_its_way(torch.tensor(addresses), device)
+
+
+def on_its_way(numbers: Tensor, device: torch.device) -> Tensor:
+    """Numbers of the host on a device, without waiting for it."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers

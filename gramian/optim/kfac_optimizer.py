@@ -20,7 +20,8 @@ from gramian.curvature.estimate.kfac_capture import IdleCapture, KFACCapture
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.persist import curvature_record
 from gramian.linalg.factors.factor import fetch_bounds
-from gramian.optim.matrix_step import MatrixStep, gradient_part, local_part, step_together, together
+from gramian.optim.matrix_step import MatrixStep, gradient_part, local_part
+from gramian.optim.recorded_steps import RecordedSteps
 from gramian.optim.whitened_steps import WhitenedSteps, lambdas
 from gramian.taps.model.user_names import is_compiled, unwrap
 
@@ -103,7 +104,7 @@ class KFAC(Optimizer):
             process_group=process_group,
         )
         """The curvature inside: factors of the weight matrices that take whitened steps, of no other parameter."""
-        self._steps = WhitenedSteps(damping)
+        self._steps, self._recorded = WhitenedSteps(damping), RecordedSteps()
         self._chosen_for: tuple[str | None, set[str]] | None = None
         """(output layer, names of the parameters that may take whitened steps) for which layers were chosen."""
         self._head_sought = False
@@ -267,8 +268,7 @@ class KFAC(Optimizer):
                 momenta = [self.state[p]["momentum_buffer"] for p in weights]
                 if places:
                     steps.append(MatrixStep(group, matrices, places, weights, momenta))
-        for some in together(steps):
-            step_together(some)
+        self._recorded.step(steps, self._steps.made)
 
     def _step_adamw(self, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> None:
         """AdamW's step of some parameters; those of fewer than two dimensions do not decay."""

@@ -6,14 +6,14 @@ the time of one.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from gramian.curvature.memory.operator_footprint import TOGETHER
-from gramian.kernels.matrix_steps import nesterov_averages, scaled_steps
+from gramian.kernels.matrix_steps import Addresses, nesterov_averages, on_its_way, scaled_steps
 from gramian.optim.whitened_steps import MatrixGroup, WhitenedGradients, directions
 
 MATRIX_RATE = 4.0
@@ -40,15 +40,26 @@ class MatrixStep:
         """Whether the weights are: M stays sharded, N is gathered."""
         return isinstance(self.weights[0], DTensor)
 
-    def whitened(self) -> WhitenedGradients:
+    @property
+    def gradients(self) -> list[Tensor]:
+        """This process's part of every weight's gradient."""
+        return [gradient_part(p) for p in self.weights]
+
+    @property
+    def rates(self) -> Tensor:
+        """(rate, keep) of W ← keep·W + rate·U, float64 on the host."""
+        rate = MATRIX_RATE * float(self.options["lr"])
+        return torch.tensor([-RMS * rate, 1 - rate * self.options["weight_decay"]], dtype=torch.float64)
+
+    def whitened(self, tables: "StepTables | None" = None) -> WhitenedGradients:
         """Update M, and return N in the coordinates in which the curvature is even. Collective where weights are sharded."""
-        gradients, momenta = [gradient_part(p) for p in self.weights], [local_part(m) for m in self.momenta]
-        n = nesterov_averages(momenta, gradients, self.options["momentum"], self.matrices.gradient_dtype)
+        momenta, at = [local_part(m) for m in self.momenta], None if tables is None else tables.at
+        n = nesterov_averages(momenta, self.gradients, self.options["momentum"], self.matrices.gradient_dtype, at)
         if self.sharded:
             n = torch.stack([_gathered(one, p) for one, p in zip(n, self.weights, strict=True)])
         return self.matrices.whitened(n.mT if self.matrices.in_out else n.flatten(2), self.places)
 
-    def update(self, z_BOM: Tensor, d_BOM: Tensor) -> None:
+    def update(self, z_BOM: Tensor, d_BOM: Tensor, tables: "StepTables | None" = None) -> None:
         """Step the weights along U = d·Z."""
         z, d = (z_BOM.mT, d_BOM.mT) if self.matrices.in_out else (z_BOM, d_BOM)
         z = z.reshape(len(z), *self.weights[0].shape)
@@ -58,9 +69,17 @@ class MatrixStep:
                 torch.stack([_shard(one, p) for one, p in zip(whole, self.weights, strict=True)]),
                 torch.ones_like(d[:1, :1, :1]),
             )
-        rate = MATRIX_RATE * float(self.options["lr"])
-        keep = 1 - rate * self.options["weight_decay"]
-        scaled_steps([local_part(p) for p in self.weights], z, d, -RMS * rate, keep)
+        weights = [local_part(p) for p in self.weights]
+        at, rates = tables or (None, on_its_way(self.rates, z.device))
+        scaled_steps(weights, z, d, rates, at)
+
+
+class StepTables(NamedTuple):
+    """What changes from step to step, on the device."""
+
+    at: Addresses
+    rates: Tensor
+    """`MatrixStep.rates`."""
 
 
 def together(steps: Sequence[MatrixStep]) -> Iterator[list[MatrixStep]]:
@@ -78,10 +97,12 @@ def together(steps: Sequence[MatrixStep]) -> Iterator[list[MatrixStep]]:
     yield from lists.values()
 
 
-def step_together(steps: Sequence[MatrixStep]) -> None:
-    """Step weights of several shapes, whose narrower sides have one width."""
-    for step, (z_BOM, d_BOM) in zip(steps, directions([step.whitened() for step in steps]), strict=True):
-        step.update(z_BOM, d_BOM)
+def step_together(steps: Sequence[MatrixStep], tables: Sequence[StepTables] | None = None) -> None:
+    """Step weights of several shapes, whose narrower sides have one width; `tables`, if they are on the device, of each."""
+    given: Sequence[StepTables | None] = tables or [None] * len(steps)
+    found = directions([step.whitened(own) for step, own in zip(steps, given, strict=True)])
+    for step, own, (z_BOM, d_BOM) in zip(steps, given, found, strict=True):
+        step.update(z_BOM, d_BOM, own)
 
 
 # ---- sharded tensors -------------------------------------------------------------------------------------------------

@@ -144,6 +144,8 @@ class WhitenedSteps:
     damping: float
     """δ, relative to the mean eigenvalue of a factor."""
     groups: list[MatrixGroup] = field(default_factory=list)
+    made: int = 0
+    """How often the operators were made."""
     _made_of: list[tuple[str, Factor, Factor]] = field(default_factory=list)
 
     def update(self, blocks: Mapping[str, Block], weights: Mapping[str, Tensor]) -> None:
@@ -183,7 +185,7 @@ class WhitenedSteps:
             P, D = P if P.dim() == 3 else P[:, :, None], D if D.dim() == 3 else D[:, None, :]
             least_B11, in_out = least_B[:, None, None], blocks[names[0]].spec.layout == "in_out"
             self.groups.append(MatrixGroup(tuple(names), turned, P.to(dtype), D.to(dtype), least_B11, in_out))
-        self._made_of = now
+        self._made_of, self.made = now, self.made + 1
 
 
 def lambdas(blocks: Sequence[Block], damping: float) -> list[tuple[float, float]]:

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import gramian
 from gramian.models.gpt import GPT, GPTConfig
+from gramian.optim import recorded_steps
 
 pytestmark = pytest.mark.gpu
 
@@ -56,6 +57,37 @@ def test_a_loaded_state_goes_on_bit_for_bit_on_the_device() -> None:
                 F.cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
             own.step()
     for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_recorded_steps_are_those_of_launches_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates, momenta, places of gradients and operators change; once a weight has no gradient; memory is allocated beside."""
+    replays, replay = [], torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(graph), replay(graph))[-1])
+    found, counts = [], []
+    for limit in (0, recorded_steps.RECORDED):
+        monkeypatch.setattr(recorded_steps, "RECORDED", limit)
+        torch.manual_seed(0)
+        model, beside = GPT(CONFIG).cuda(), []
+        optimizer = gramian.optim.KFAC(model, lr=1e-3, update_freq=6, max_tokens=None)
+        for step in range(30):
+            tokens = torch.randint(61, (8, 33), generator=torch.Generator().manual_seed(step)).cuda()
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] = 1e-3 / (1 + step)
+            optimizer.param_groups[0]["momentum"] = 0.9 if step < 20 else 0.8
+            with optimizer.capture(num_terms=8 * 32):
+                F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            if step == 9:
+                model.blocks[0].fc.weight.grad = None
+            if step % 4 == 3:
+                beside.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+                for p in model.parameters():
+                    p.grad = None if p.grad is None else p.grad.clone()
+            optimizer.step()
+        found.append([p.detach().clone() for p in model.parameters()])
+        counts.append(len(replays))
+    assert counts[0] == 0 and counts[1] >= 15 and len({id(graph) for graph in replays}) >= 5
+    for p, q in zip(*found, strict=True):
         assert torch.equal(p, q)
 
 

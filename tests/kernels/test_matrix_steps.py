@@ -54,7 +54,7 @@ def test_steps(function, shape, one_for):
     scale = random(*sizes.get(one_for, (3, rows, columns)), seed=30)
     steps = (u.double().view(3, rows, columns) * scale.double()).view_as(u)
     want = 0.9 * torch.stack(weights).double() - 0.3 * steps
-    _, weights = run(function, weights, u, scale, -0.3, 0.9)
+    _, weights = run(function, weights, u, scale, torch.tensor([-0.3, 0.9], dtype=torch.float64))
     torch.testing.assert_close(torch.stack(weights).double(), want, rtol=1e-5, atol=1e-6)
 
 
@@ -137,6 +137,6 @@ def test_kernels_are_their_twins_on_a_gpu(shape, dtype, offset):
     ):
         momenta, weights = tensors(0), tensors(5)
         n = averages(momenta, gradients, 0.8, torch.bfloat16)
-        steps(weights, u, scale, -0.3, 0.9)
+        steps(weights, u, scale, torch.tensor([-0.3, 0.9], dtype=torch.float64, device="cuda"))
         found.append(torch.stack([n, *(torch.stack(one) for one in (momenta, weights))]).float())
     torch.testing.assert_close(*found, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-2)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 import gramian
-from gramian.optim import kfac_optimizer, matrix_step
+from gramian.optim import matrix_step, recorded_steps
 from gramian.optim.matrix_step import step_together
 from tests.kit.mutations import RED, Edit
 from tests.kit.refusals import refused
@@ -125,7 +125,7 @@ def test_weights_of_several_shapes_step_together_as_apart(monkeypatch: pytest.Mo
     apart, steps = model_of("words"), 4
     sizes: list[int] = []
     monkeypatch.setattr(
-        kfac_optimizer, "step_together", lambda some: (sizes.append(len(some)), step_together(some))[-1]
+        recorded_steps, "step_together", lambda some: (sizes.append(len(some)), step_together(some))[-1]
     )
     for limit, lists in ((0, [1, 1, 1]), (2 * 6 * 6, [1, 2]), (2**24, [1, 2])):
         monkeypatch.setattr(matrix_step, "TOGETHER", limit)

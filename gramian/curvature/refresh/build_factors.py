@@ -253,12 +253,13 @@ def make_blocks(
             raise problem
         if anywhere:
             raise GramianError(f"{anywhere}; expected every process to make its factors")
-        _refuse_not_finite(fresh)
         merged: Merged = {}
         decay, columns = options.ema_decay, options.kfac_auto_t_max
-        fresh = {name: average(before.get(name), block, decay, columns, merged) for name, block in fresh.items()}
-        settle_damping(fresh.values(), options)
-    return fresh
+        averaged = {name: average(before.get(name), block, decay, columns, merged) for name, block in fresh.items()}
+        fetch_traces([f for blocks in (fresh, averaged) for block in blocks.values() for f in block.factors.values()])
+        _refuse_not_finite(fresh)
+        settle_damping(averaged.values(), options)
+    return averaged
 
 
 class NotFinite(GramianError):
@@ -266,7 +267,7 @@ class NotFinite(GramianError):
 
 
 def _refuse_not_finite(blocks: Mapping[str, Block]) -> None:
-    """Raise `NotFinite` for the first block whose factors are not finite; one device synchronisation reads all traces."""
+    """Raise `NotFinite` for the first block whose factors are not finite."""
     traces = fetch_traces([factor for block in blocks.values() for factor in block.factors.values()])
     for name, block in blocks.items():
         if not all(math.isfinite(traces[id(factor)]) for factor in block.factors.values()):
@@ -274,7 +275,7 @@ def _refuse_not_finite(blocks: Mapping[str, Block]) -> None:
 
 
 def settle_damping(blocks: Collection[Block], options: Options) -> None:
-    """Set `block.damping` (λ_A, λ_G and π) of every block from the options and the traces; one device synchronisation."""
+    """Set `block.damping` (λ_A, λ_G and π) of every block from the options and the traces; waits for the device once."""
     traces = fetch_traces([factor for block in blocks for factor in block.factors.values()])
     for block in blocks:
         A, G = block.A, block.G
