@@ -102,6 +102,12 @@ def wide_mm(left_MK: Tensor, right_KN: Tensor) -> Tensor:
     return wide_bmm(left_MK[None], right_KN[None])[0]
 
 
+def wide_square(rows_TN: Tensor) -> Tensor:
+    """Σ_t x_t x_tᵀ [N, N] over rows x_t, as in `wide_moments`."""
+    plain = rows_TN.is_cuda or rows_TN.dtype == wide_dtype(rows_TN)
+    return wide_mm(rows_TN.mT, rows_TN) if plain else wide_moments(rows_TN)[0]
+
+
 def wide_moments(rows_TN: Tensor, weights_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Σ_t w_t x_t x_tᵀ [N, N] and Σ_t w_t x_t [N] over rows x_t, in float32, or float64 for float64 rows. 2·T·N² FLOPs.
 

@@ -10,11 +10,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from gramian.curvature.memory.operator_footprint import RECORDED
 from gramian.kernels.matrix_steps import Addresses, addresses, averages_in_kernel, on_its_way
 from gramian.optim.matrix_step import MatrixStep, StepTables, step_together, together
-
-RECORDED = 2**26
-"""Largest number of entries of weights whose steps are recorded: a graph keeps the memory of its intermediate results."""
 
 
 class RecordedSteps:

@@ -61,6 +61,8 @@ class TensorParallel:
         Raises:
             GramianError: for layers that are sharded over different meshes, or over more than one mesh dimension.
         """
+        if not dist.is_initialized():
+            return None
         sharded = [(name, p) for name, p in root.named_parameters() if isinstance(p, DTensor)]
         by_fsdp = any(isinstance(module, FSDPModule) for module in root.modules())
         if by_fsdp:

@@ -35,6 +35,7 @@ class Capture:
     """
 
     takes_shares = False
+    only: frozenset[str] | None = None
 
     def __init__(
         self,

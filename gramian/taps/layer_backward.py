@@ -69,7 +69,7 @@ def report_compiled(
     if isinstance(model.root(), FSDPModule) and model.tells_samples_apart and pass_.batch > 1:
         refuse_unseen(model, [(tap.name, ordinal, rows_over_batch(saved, gradients, pass_.batch))])
     for name in tap.parameters.values():
-        tied = sum(name in other.parameters.values() for other in model.taps) - 1
+        tied = model.users[name] - 1
         pass_.uses[name] = max(pass_.uses.get(name, 0), ordinal + 1 + tied, tap.traced_uses + tied)
     _receive(model, pass_, tap, ordinal, saved, gradients, None, borrowed=True)
 

@@ -9,6 +9,7 @@ Everything that runs on a tapped model reads and writes this one object. The mod
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -99,6 +100,8 @@ class TappedModel:
         self.passes = PassBook(self.listeners, lambda: self.rule)
         self.taps: list[Tap] = []
         """The installed taps."""
+        self.users: Counter[str] = Counter()
+        """{parameter: number of installed taps whose layer has it}, more than 1 for a tied one."""
         self.calls: list[Call] = []
         """Calls of tapped layers in the forward under way (eager mode)."""
         self.lockstep = Lockstep()

@@ -273,8 +273,8 @@ TRAPS = (
         "first estimate of an average corrected once more",
         Edit(
             "build_factors:average",
-            "new.with_factors(new.A, new.G, facts)",
-            "new.with_factors(new.A, Dense.of(new.G.dense() / (1 - decay**k), new.G.storage_dtype), facts)",
+            "new.with_factors(new.A, new.G, replace(",
+            "new.with_factors(new.A, Dense.of(new.G.dense() / (1 - decay**k), new.G.storage_dtype), replace(",
         ),
         partial(test_loss_contract.test_factors_are_debiased_averages_over_refreshes, 40, 0.6),
     ),
@@ -488,7 +488,7 @@ TRAPS = (
     ),
     Mutation(
         "batch with NaN in the factors",
-        Swap("build_factors:_refuse_not_finite", lambda blocks: None),
+        Swap("build_factors:_refuse_not_finite", lambda fresh, averaged: None),
         partial(test_failures.test_a_batch_that_is_not_finite_is_dropped_as_a_whole, float("nan"), "loss", 30),
     ),
     Mutation(

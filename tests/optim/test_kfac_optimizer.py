@@ -1,5 +1,6 @@
 """`gramian.optim.KFAC` against itself written down once more, and what a torch optimizer has to do besides."""
 
+import contextlib
 import copy
 from collections.abc import Callable
 
@@ -136,6 +137,25 @@ def test_weights_of_several_shapes_step_together_as_apart(monkeypatch: pytest.Mo
             stepped(optimizer, model, batch_of("words", step))
         assert sorted(sizes) == sorted(steps * lists)
         same(model, apart, 1e-12)
+
+
+def test_later_refreshes_tap_only_layers_with_whitened_steps_and_those_that_share_with_them() -> None:
+    """A capture of all layers that is entered beside one sees all of them."""
+    model = model_of("words")
+    model.norm.bias = model.turned.bias  # type: ignore[union-attr, assignment]
+    optimizer = gramian.optim.KFAC(model, **(OPTIONS | {"update_freq": 1}))  # type: ignore[arg-type]
+    tapped = []
+    for beside in (False, False, True):
+        x, y = batch_of("words", 0)
+        optimizer.zero_grad()
+        with optimizer.capture(num_terms=y.numel()):
+            with gramian.observe(model, gramian.DiagonalFisher()) if beside else contextlib.nullcontext() as seen:
+                F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+            tapped.append({tap.name for tap in gramian.taps.hub_of(model).taps})
+        optimizer.step()
+    hidden = {"", "norm", *HIDDEN["words"]}
+    assert tapped == [hidden | {"table", "head"}, hidden, hidden | {"table", "head"}]
+    assert all(cover.status == "covered" for cover in seen.coverage.values())
 
 
 # ---- what an optimizer has to do -------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gramian.core.dtypes import wide_dtype
 from gramian.linalg.factors.stored import MatrixSource
-from gramian.linalg.wide import wide, wide_moments
+from gramian.linalg.wide import wide, wide_moments, wide_square
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class TokenMoment:
     def stored(self) -> int:
         """Number of tokens in the sum, after any subset was taken."""
         summed = self.matrix is not None or self.diagonal_N is not None
-        return self.seen if summed else sum(len(chunk.rows_TN) for chunk in self.chunks)
+        return self.seen if summed else sum(chunk.rows_TN.shape[0] for chunk in self.chunks)
 
     def add(self, tokens: Tokens, products: Products) -> None:
         """Add tokens to the sum: as rows, to the matrix or to the diagonal, as the storage policy says.
@@ -131,7 +131,7 @@ class TokenMoment:
         `products` is the cache through which layers with the same input share a product.
         """
         self.seen += tokens.seen
-        weight = float(len(tokens.rows_TN)) if tokens.weights_T is None else tokens.weights_T.double().sum()
+        weight = float(tokens.rows_TN.shape[0]) if tokens.weights_T is None else tokens.weights_T.double().sum()
         self.weight = self.weight + weight
         if self.keep.diagonal:
             squares, first = _weighted_squares(tokens)
@@ -163,7 +163,7 @@ class TokenMoment:
 
     def _choose(self, limit: int) -> None:
         """Keep only the `limit` stored tokens with the smallest keys."""
-        if sum(len(chunk.rows_TN) for chunk in self.chunks) > limit:
+        if sum(chunk.rows_TN.shape[0] for chunk in self.chunks) > limit:
             self.keep_keys(smallest(self.keys(), limit))
 
     def keys(self) -> Tensor:
@@ -192,7 +192,9 @@ class TokenMoment:
             return self.weight
         total: float | Tensor = 0.0
         for chunk in self.chunks:
-            total = total + (float(len(chunk.rows_TN)) if chunk.weights_T is None else chunk.weights_T.double().sum())
+            total = total + (
+                float(chunk.rows_TN.shape[0]) if chunk.weights_T is None else chunk.weights_T.double().sum()
+            )
         return total
 
     def columns(self, bias: bool) -> "WeightedColumns":
@@ -220,7 +222,7 @@ class TokenMoment:
             rows, roots_T = self.row_matrix(False)[0], self.columns(False).roots()
             return torch.diag((rows * roots_T[:, None]).sum(0)) - rows.mT @ rows
         rows, factor = self.row_matrix(bias)
-        product, _ = wide_moments(rows)
+        product = wide_square(rows)
         return product if factor == 1.0 else product * factor**2
 
     def product_diagonal(self, bias: bool, softmax: bool) -> Tensor:
@@ -246,7 +248,7 @@ class WeightedColumns(MatrixSource):
         self.plain = alike and all(chunk.weights_T is None for chunk in chunks)
         """True if columns are the tokens unchanged: no weights, and one scale (a float) for all."""
         rows = [chunk.rows_TN for chunk in chunks]
-        self.shape = (rows[0].shape[1] + bias, sum(len(part) for part in rows))
+        self.shape = (rows[0].shape[1] + bias, sum(part.shape[0] for part in rows))
         self.dtype = rows[0].dtype if self.plain and len({part.dtype for part in rows}) == 1 else wide_dtype(*rows)
         self.device = rows[0].device
 
@@ -271,7 +273,7 @@ class WeightedColumns(MatrixSource):
         """Write the columns of tokens `first`, `first` + 1, ... into the rows of `into_CN`, as many as it has."""
         at = -first
         for chunk in self._chunks:
-            here = slice(max(-at, 0), min(len(chunk.rows_TN), len(into_CN) - at))
+            here = slice(max(-at, 0), min(chunk.rows_TN.shape[0], into_CN.shape[0] - at))
             if here.start < here.stop:
                 rows_CN, roots_C = chunk.rows_TN[here], self._roots(chunk, here)
                 into_Cn, width = into_CN[at + here.start : at + here.stop], rows_CN.shape[1]
@@ -282,7 +284,7 @@ class WeightedColumns(MatrixSource):
                     torch.mul(rows_CN, (roots_C * scale)[:, None], out=into_Cn[:, :width])
                 if self._bias:
                     into_Cn[:, width] = roots_C
-            at += len(chunk.rows_TN)
+            at += chunk.rows_TN.shape[0]
 
 
 def shared_copy(t: Tensor, copies: dict[tuple[int, ...], Tensor]) -> Tensor:

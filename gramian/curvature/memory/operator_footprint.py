@@ -32,6 +32,8 @@ APPLIED = {"inverse": 3, "root": 6}
 """{operators: matrices like Y [o, m] that a step stores for the blocks of one shape, beside its result}."""
 TOGETHER = 2**24
 """Largest number of entries of Gram matrices of several shapes in one step."""
+RECORDED = 2**26
+"""Largest number of entries of all weights whose steps are recorded as a CUDA graph, which keeps its intermediate results."""
 GRAMS = 8
 """Matrices of the narrower side's width that a step with roots stores beside these."""
 
@@ -57,6 +59,8 @@ class OperatorBytes(NamedTuple):
     """Bytes on top while the step is computed: for the blocks of one shape, and for those that step together with them."""
     gram: int = 0
     """Entries of the Gram matrix of a step with roots; blocks of one number of entries may step together."""
+    on_gpu: int = 0
+    """Entries of the weight of a step with roots on a GPU, which may be recorded."""
 
     @property
     def stored(self) -> int:
@@ -93,6 +97,12 @@ def applied_together(operators: Mapping[OperatorBytes, int]) -> int:
     return found
 
 
+def recorded(operators: Mapping[OperatorBytes, int]) -> int:
+    """Bytes that a recording of all steps keeps between steps, for {operators of a block: number of such blocks}."""
+    entries = sum(count * one.on_gpu for one, count in operators.items())
+    return applied_together(operators) if 0 < entries <= RECORDED else 0
+
+
 def thinner(shapes: list[FactorShape]) -> list[FactorShape]:
     """`shapes`, to which an average of a factor grows, with the low-rank one between whose operator takes most bytes."""
     first, last = shapes[0], shapes[-1]
@@ -120,7 +130,8 @@ def _roots(form: BlockForm, A: FactorShape | None, G: FactorShape) -> OperatorBy
     computed = max(A.storage.itemsize, G.storage.itemsize)
     found = _operators("root", [e * n for n in entries], made, computed, old, y=number * form.outputs * inputs)
     gram = min(form.outputs, inputs) ** 2
-    return found._replace(applying=found.applying + GRAMS * number * gram, gram=gram)
+    on_gpu = form.outputs * inputs if e == 2 else 0
+    return found._replace(applying=found.applying + GRAMS * number * gram, gram=gram, on_gpu=on_gpu)
 
 
 def _operators(

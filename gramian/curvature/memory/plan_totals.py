@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from gramian.curvature.memory.block_footprint import Footprint
 from gramian.curvature.memory.factor_shape import FactorisationBytes
-from gramian.curvature.memory.operator_footprint import OperatorBytes, applied_together
+from gramian.curvature.memory.operator_footprint import OperatorBytes, applied_together, recorded
 
 STAGES = ("collect", "build", "rest", "use", "apply", "ready")
 """Stages of a plan, the columns of its table: tokens are collected, factors are built, stored, factorised and applied, and
@@ -62,7 +62,7 @@ class PlanTotal:
         used = self.settled + self._used(self._of_operators("replaced"))
         fresh = self.rest + (self.settled if self.averaged else 0)
         making = max(self.collect + self.making, self.measuring)
-        return max(self.settled + self.factorised + self.ready + making + fresh, used)
+        return recorded(self.operators) + max(self.settled + self.factorised + self.ready + making + fresh, used)
 
     @property
     def ready(self) -> int:

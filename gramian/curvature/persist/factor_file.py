@@ -129,7 +129,7 @@ def _factor_entry(factor: Factor, gather: bool) -> dict[str, Any]:
 
 
 def _stored_entry(stored: Stored) -> dict[str, Any]:
-    parts = {"body": stored.body, "left": stored.left, "right": stored.right, "error": stored.relative_error}
+    parts = {"body": stored.body, "left": stored.left, "right": stored.right, "error": stored.relative_error.clone()}
     return {name: t for name, t in parts.items() if t is not None}
 
 

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -256,8 +257,7 @@ def make_blocks(
         merged: Merged = {}
         decay, columns = options.ema_decay, options.kfac_auto_t_max
         averaged = {name: average(before.get(name), block, decay, columns, merged) for name, block in fresh.items()}
-        fetch_traces([f for blocks in (fresh, averaged) for block in blocks.values() for f in block.factors.values()])
-        _refuse_not_finite(fresh)
+        _refuse_not_finite(fresh, averaged)
         settle_damping(averaged.values(), options)
     return averaged
 
@@ -266,16 +266,23 @@ class NotFinite(GramianError):
     """The error for sums of a refresh that contain NaN or infinity."""
 
 
-def _refuse_not_finite(blocks: Mapping[str, Block]) -> None:
-    """Raise `NotFinite` for the first block whose factors are not finite."""
-    traces = fetch_traces([factor for block in blocks.values() for factor in block.factors.values()])
-    for name, block in blocks.items():
-        if not all(math.isfinite(traces[id(factor)]) for factor in block.factors.values()):
+def _refuse_not_finite(fresh: Mapping[str, Block], averaged: Mapping[str, Block]) -> None:
+    """Raise `NotFinite` for the first block whose new factors are not finite; waits for the device once.
+
+    A matrix or diagonal is so if its average is; of columns, an average may have left out those that are not finite.
+    """
+    factors: dict[str, list[Factor]] = {}
+    for name, block in fresh.items():
+        whole = [factor for factor in block.factors.values() if not isinstance(factor, Dense | Diagonal)]
+        factors[name] = [*averaged[name].factors.values(), *whole]
+    traces = fetch_traces([factor for several in factors.values() for factor in several])
+    for name, several in factors.items():
+        if not all(math.isfinite(traces[id(factor)]) for factor in several):
             raise NotFinite(f"{name}: its sums are not finite")
 
 
 def settle_damping(blocks: Collection[Block], options: Options) -> None:
-    """Set `block.damping` (λ_A, λ_G and π) of every block from the options and the traces; waits for the device once."""
+    """Set `block.damping` (λ_A, λ_G and π) of every block from the options and the traces, which waits for the device."""
     traces = fetch_traces([factor for block in blocks for factor in block.factors.values()])
     for block in blocks:
         A, G = block.A, block.G
@@ -303,22 +310,19 @@ def average(old: Block | None, new: Block, decay: float, most_columns: int, merg
     if old is not None and old.facts.estimate != new.facts.estimate:
         old = None
     k = 1 if old is None or decay == 0 else old.facts.refreshes + 1
-    facts = replace(new.facts, refreshes=k)
     if old is None or decay == 0:
-        return new.with_factors(new.A, new.G, facts)
+        return new.with_factors(new.A, new.G, replace(new.facts, refreshes=k))
     share = (1 - decay) / (1 - decay**k)
-    sides: dict[str, Factor | None] = {"A": None, "G": None}
+    sides: dict[str, Factor] = {}
+    lost: dict[str, Any] = {}
     for side, factor in new.factors.items():
-        before = old.factors[side]
+        before, limits = old.factors[side], new.facts.most_columns
         pair = (id(before), id(factor))
         if pair not in merged:
-            columns, free = facts.most_columns.get(side, most_columns), side not in facts.most_columns
+            columns, free = limits.get(side, most_columns), side not in limits
             merged[pair] = _mixed(before.to(factor.device), factor, share, columns, k, may_be_dense=free)
-        sides[side], lost = merged[pair]
-        facts = replace(facts, discarded_trace_A=lost) if side == "A" else replace(facts, discarded_trace_G=lost)
-    G = sides["G"]
-    assert G is not None
-    return new.with_factors(sides["A"], G, facts)
+        sides[side], lost[f"discarded_trace_{side}"] = merged[pair]
+    return new.with_factors(sides.get("A"), sides["G"], replace(new.facts, refreshes=k, **lost))
 
 
 def _mixed(

@@ -48,9 +48,10 @@ class Dense(Decomposable):
         Its `quantisation_error` includes those of both factors.
         """
         dtype = torch.promote_types(left.dtype, right.dtype)
+        if isinstance(left, Dense) and isinstance(right, Dense) and not (left.stored.rounded or right.stored.rounded):
+            total = left.stored.body.to(dtype) * mine
+            return cls.of_sum(total.add_(right.stored.body.to(total), alpha=theirs), storage)
         total = mine * left.dense().to(dtype)
-        if all(isinstance(factor, Dense) and not factor.stored.rounded for factor in (left, right)):
-            return cls.of_sum(total.add_(right.dense().to(total), alpha=theirs), storage)
         off = left.quantisation_error.double() * wide_norm(total)
         other = right.dense().to(total)
         off = off + theirs * right.quantisation_error.to(off) * wide_norm(other)

@@ -7,6 +7,7 @@ A matrix is read and written some columns or rows at a time (`wide.pieces`), so 
 number of entries exists in float32 or float64.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -193,7 +194,13 @@ def _plain(
         body = torch.empty(source.shape, dtype=dtype, device=source.device)
         for columns in pieces(source.shape[1], source.shape[0]):
             body[:, columns] = source.piece(columns)
-    return Stored(body, None, None, torch.zeros((), dtype=torch.float64, device=body.device), rounded=False)
+    return Stored(body, None, None, _no_error(body.device), rounded=False)
+
+
+@functools.cache
+def _no_error(device: torch.device) -> Tensor:
+    """0 as the error of all matrices that are stored as they are; never written to."""
+    return torch.zeros((), dtype=torch.float64, device=device)
 
 
 def _rounded(

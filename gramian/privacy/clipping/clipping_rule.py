@@ -39,6 +39,7 @@ class Clipping:
     per_sample = True
     batch_size: int | None = None
     takes_shares = False
+    only: frozenset[str] | None = None
     statistics = ()
     sample_ids: Tensor | None = None
 

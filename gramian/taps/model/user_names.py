@@ -55,14 +55,15 @@ def named_modules(root: nn.Module, prefix: str = "", seen: set[int] | None = Non
     Names begin with `prefix`. Modules whose `id` is in `seen` are skipped; it receives the ids of those yielded.
     """
     seen = set() if seen is None else seen
-    root = unwrap(root)
-    if id(root) in seen:
-        return
-    seen.add(id(root))
-    yield prefix, root
-    for name, child in root._modules.items():
-        if child is not None:
-            yield from named_modules(child, f"{prefix}.{name}" if prefix else name, seen)
+    waiting = [(prefix, root)]
+    while waiting:
+        name, module = waiting.pop()
+        module = unwrap(module)
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield name, module
+            children = [(join(name, local), child) for local, child in module._modules.items() if child is not None]
+            waiting += reversed(children)
 
 
 def named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
