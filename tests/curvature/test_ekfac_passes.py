@@ -376,7 +376,11 @@ BUGS = (
     ),
     Mutation(
         "every position of an exact head counted",
-        Edit("EigenvalueSums._add_head", "weights_T[part].to(p_TV)", "weights_T[part].to(p_TV) * 0 + 1"),
+        Edit(
+            "EigenvalueSums._add_head",
+            "weights_T[part].to(hessian.diagonal_TV)",
+            "weights_T[part].to(hessian.diagonal_TV) * 0 + 1",
+        ),
         partial(test_in_a_loop_of_ones_own_a_mean_loss_is_a_sum_loss, "gpt", True),
     ),
 )

@@ -596,8 +596,8 @@ TRAPS = (
     Mutation(
         "tokens without a loss in the exact head",
         Edit(
-            "KroneckerSums._head_tokens",
-            "self.selection.choose(sides, info, record.layer, keep)",
+            "kronecker_sums:head_tokens",
+            "selection.choose(sides, info, record.layer, keep)",
             "ChosenTokens(None, torch.ones(sides.inputs_BT.shape[:2].numel()), None, sides.inputs_BT.shape[:2].numel())",
         ),
         _exact_head("masked"),
