@@ -236,7 +236,7 @@ def addresses(tensors: Sequence[Tensor]) -> Tensor:
 @functools.lru_cache(maxsize=256)
 def _stored(addresses: tuple[int, ...], device: torch.device) -> Tensor:
     """A table of numbers on a device; most weights, momenta and gradients lie at the same places at every step."""
-    return on_its_way(torch.tensor(addresses), device)
+    return on_its_way(torch.tensor(addresses, device="cpu"), device)
 
 
 def on_its_way(numbers: Tensor, device: torch.device) -> Tensor:

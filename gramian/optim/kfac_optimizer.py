@@ -146,10 +146,10 @@ class KFAC(Optimizer):
     def capture(self, **arguments: Any) -> KFACCapture | IdleCapture:
         """The context around forward and backward of a step: `KFACNaturalGradient.capture` of the model, with its arguments.
 
-        It refreshes the factors once in `update_freq` steps; in all other steps it does nothing.
+        It refreshes the factors once in `update_freq` steps; in all others, and while no weight matrix trains, it does nothing.
         """
         self._choose_layers()
-        return self.kfac.capture(self._model, **arguments)
+        return self.kfac.capture(self._model, **arguments) if self.kfac.state.only else IdleCapture()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -244,10 +244,11 @@ class KFAC(Optimizer):
         self._chosen_for = (head, wanted)
         specs = {n: s for n, s in find_blocks(root, self.kfac.options).items() if s.parameters[0] in wanted}
         hidden = {n: s for n, s in specs.items() if s.kind == "kronecker" and not s.tables}
-        if len(hidden) > 1:
+        rests = {self._names[id(p)] for group in self.param_groups for p in group["params"] if not p.requires_grad}
+        if len(hidden) > 1 or rests:
             hidden = {n: s for n, s in hidden.items() if head not in s.layers}
         state.only = frozenset(s.parameters[0] for s in hidden.values())
-        state.blocks = {n: b for n, b in state.blocks.items() if n in hidden}
+        state.blocks = {n: b for n, b in state.blocks.items() if n in hidden or b.spec.parameters[0] in rests}
 
     # ---- the two kinds of step ---------------------------------------------------------------------------------------
 

@@ -49,7 +49,8 @@ class MatrixStep:
     def rates(self) -> Tensor:
         """(rate, keep) of W ← keep·W + rate·U, float64 on the host."""
         rate = MATRIX_RATE * float(self.options["lr"])
-        return torch.tensor([-RMS * rate, 1 - rate * self.options["weight_decay"]], dtype=torch.float64)
+        keep = 1 - rate * self.options["weight_decay"]
+        return torch.tensor([-RMS * rate, keep], dtype=torch.float64, device="cpu")
 
     def whitened(self, tables: "StepTables | None" = None) -> WhitenedGradients:
         """Update M, and return N in the coordinates in which the curvature is even. Collective where weights are sharded."""

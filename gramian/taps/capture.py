@@ -127,7 +127,8 @@ class Capture:
         chosen = {
             name: p
             for number, (name, p) in enumerate(hub.parameters.items())
-            if name not in known or (tensor_parallel is None and (number + hub.audits) % turns == 0)
+            if (name not in known or (tensor_parallel is None and (number + hub.audits) % turns == 0))
+            and (self.only is None or name in self.only)
         }
         if not self._audit_wanted or hub.rule.withholds:
             return None
@@ -217,7 +218,8 @@ class Capture:
             if id(p) not in seen:  # a tied one goes by its first name
                 seen.add(id(p))
                 kind = self._hub.parameters[name].kind if name in self._hub.parameters else ""
-                covers[name] = self._covers.get(name) or Cover("unused" if p.requires_grad else "frozen", kind)
+                missing: Any = "left out" if self.only is not None and name not in self.only else "unused"
+                covers[name] = self._covers.get(name) or Cover(missing if p.requires_grad else "frozen", kind)
         return Coverage(covers)
 
     def _plain_parameters(self) -> list[tuple[str, Tensor]]:

@@ -16,7 +16,7 @@ from gramian.parallel.data_parallel import GatheredParameters
 from gramian.parallel.lockstep import Lockstep, sharing_group
 from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.taps.model import user_names
-from gramian.taps.model.find_layers import FoundLayer, discover
+from gramian.taps.model.find_layers import discover
 from gramian.taps.passes import Listener, in_backward
 from gramian.taps.proof.row_proof import RowProof
 from gramian.taps.replaced_forward import LISTENING, ReplacedForward
@@ -37,43 +37,28 @@ class Hub(TappedModel):
         self._root_forward = RootForward(self, self.proof)
         self._forwards: weakref.WeakKeyDictionary[nn.Module, ReplacedForward] = weakref.WeakKeyDictionary()
         self._installed: list[ReplacedForward] = []
-        self._only: frozenset[str] | None = None
-        """Parameters for which layers were tapped; None: all."""
         self._installations = 0
 
-    def install(self, only: frozenset[str] | None = None) -> None:
-        """Replace the forwards of layers to be tapped; calls are counted, and replace only what earlier ones have not.
-
-        `only`: names of parameters whose layers are needed, with all layers that share a parameter with one of these; None:
-        all layers.
+    def install(self) -> None:
+        """Replace the forwards of all layers to be tapped; calls are counted, and only the first one replaces.
 
         Raises:
             GramianError: if nothing is trainable or a layer cannot be tapped; no forward is then replaced.
         """
         self._installations += 1
-        first = self._installations == 1
-        if not first and (self._only is None or (only is not None and only <= self._only)):
+        if self._installations > 1:
             return
-        self._only = only if first or only is None else self._only | only  # type: ignore[operator]
         try:
             root = self.root_module
             layers, self.parameters = discover(root)
-            if first:
-                self.gathered = GatheredParameters(root)
-                if isinstance(root, FSDPModule):
-                    self._root_forward.install_hook(root)
-                    self.lockstep = Lockstep(sharing_group(root))
-            if self._only is not None:
-                layers = _sharing(layers, self._only)
-                names = {name for found in layers for name in found.parameters.values()}
-                self.parameters = {name: info for name, info in self.parameters.items() if name in names}
-            tapped = {id(forward) for forward in self._installed}
+            self.gathered = GatheredParameters(root)
+            if isinstance(root, FSDPModule):
+                self._root_forward.install_hook(root)
+                self.lockstep = Lockstep(sharing_group(root))
             for found in layers:
                 forward = self._forwards.get(found.module)
                 if forward is None:
                     forward = self._forwards[found.module] = ReplacedForward(found.module, self, self._root_forward)
-                if id(forward) in tapped:
-                    continue
                 forward.install(found, is_root=found.module is root)
                 self._installed.append(forward)
                 self.taps.append(forward.tap)
@@ -118,7 +103,7 @@ class Hub(TappedModel):
         if disagree and TensorParallel.of(self.root_module) is not None:
             raise GramianError("capture: K-FAC of a tensor-parallel model is under way; expected one capture at a time")
         self.tensor_parallel = TensorParallel.of(self.root_module) if listener.takes_shares else None
-        self.install(listener.only)
+        self.install()
         self.listeners.append(listener)
         self._set_flags()
 
@@ -156,17 +141,6 @@ class Hub(TappedModel):
         self.per_sample = self.tensor_parallel is not None or any(listener.per_sample for listener in self.listeners)
         given = [listener.batch_size for listener in self.listeners if listener.batch_size is not None]
         self.batch_size = given[0] if given else None
-
-
-def _sharing(layers: list[FoundLayer], names: frozenset[str]) -> list[FoundLayer]:
-    """The root, the layers with one of these parameters, and those that share a parameter with one of these layers."""
-    wanted, before = set(names), -1
-    while len(wanted) > before:
-        before = len(wanted)
-        for found in layers:
-            own = found.parameters.values()
-            wanted.update(() if wanted.isdisjoint(own) else own)
-    return [found for found in layers if not found.name or not wanted.isdisjoint(found.parameters.values())]
 
 
 def hub_of(model: nn.Module) -> Hub:

@@ -90,6 +90,9 @@ def _receive(
     assert tap.site is not None
     device = output_gradients[0].device.type
     model.passes.begin(pass_, device)
+    needed = model.needed
+    if needed is not None and needed.isdisjoint(tap.parameters.values()):
+        return  # that the backward came by counts
     batch = pass_.batch
     if model.tensor_parallel is not None:
         with tap.named_errors():
@@ -106,7 +109,8 @@ def _receive(
                 by_local = tap.site.gradients(module, saved, output_gradients, batch, extra)
         finally:
             model.live = True
-        gradients = {tap.parameters[local]: gradient for local, gradient in by_local.items()}
+        named = {tap.parameters[local]: gradient for local, gradient in by_local.items()}
+        gradients = {name: gradient for name, gradient in named.items() if needed is None or name in needed}
         for name, gradient in gradients.items():
             if name not in model.parameters:
                 raise GramianError(

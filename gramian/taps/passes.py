@@ -39,7 +39,7 @@ class Listener(Protocol):
     sample_ids: Tensor | None
     """The unit (group that counts as one sample) of each row or token of the next forward; None: row i is sample i."""
     only: frozenset[str] | None
-    """Parameters whose layers the listener needs; None: those of all layers."""
+    """Parameters of which the listener needs records; None: all."""
     takes_shares: bool
     """True if processes of a tensor-parallel model, which see the same samples, each compute gradients of a share of them."""
 

@@ -26,7 +26,7 @@ from gramian.parallel.lockstep import Lockstep
 from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.taps.gradients.directions import Directions
 from gramian.taps.model import user_names
-from gramian.taps.passes import Listener, Pass, PassBook
+from gramian.taps.passes import Listener, Pass, PassBook, in_backward
 from gramian.taps.roles import GradientRule, Ordinary, ParameterInfo
 from gramian.taps.tap import Tap
 
@@ -40,6 +40,8 @@ class ProofRun:
 
     calls: list[Call] = field(default_factory=list)
     expanded: set[str] = field(default_factory=set)
+    first_axes: dict[str, list[int]] = field(default_factory=dict)
+    """{layer: size of the first axis of the tensor that each of its calls returned}."""
     failure: GramianError | None = None
     """A tap's error, raised after the run instead of at once, because other processes gather weights in the same run."""
 
@@ -110,6 +112,8 @@ class TappedModel:
         """Calls of layers that occurred in a row proof, so that they are covered by it."""
         self.shared: set[str] = set()
         """Layers that process one row for all samples, as a row proof has shown: their output is expanded to B rows."""
+        self.batch_free: dict[str, frozenset[int] | None] = {}
+        """{layer: numbers of its calls that return no batch axis, as a forward with one more sample has shown; None: all}."""
         self.proof_run: ProofRun | None = None
         """The run of a row proof that is under way; None: there is none."""
         self.weights: dict[str, Tensor] | None = None
@@ -144,6 +148,12 @@ class TappedModel:
         """True if a listener needs per-sample gradients and has not switched the row proof off."""
         return any(listener.per_sample and listener.proof != "off" for listener in self.listeners)
 
+    @property
+    def needed(self) -> frozenset[str] | None:
+        """Parameters of which some listener needs records; None: all."""
+        wanted = [listener.only for listener in self.listeners]
+        return None if None in wanted else frozenset[str]().union(*(one for one in wanted if one is not None))
+
     def groupings(self) -> list[Tensor | None]:
         """The `sample_ids` tensors of all listeners, each object once; None: each row is a sample."""
         found: list[Tensor | None] = []
@@ -177,7 +187,8 @@ class TappedModel:
 
     def open_pass(self, first: Tensor) -> int:
         """Open a pass (one forward and its backward) and return its number; `first` is the root's first tensor, [B, …]."""
-        new = not self.audited.issuperset(self.parameters)
+        needed = self.needed
+        new = not self.audited.issuperset(self.parameters if needed is None else needed)
         length = first.shape[1] if first.dim() > 1 else None
         return self.passes.open(first.shape[0], length, new, 0 if torch.compiler.is_compiling() else first.data_ptr())
 
@@ -213,6 +224,19 @@ class TappedModel:
             yield self.weights
         finally:
             self.live, self.weights = True, None
+
+    def is_batch_free(self, tap: Tap, output: Tensor) -> bool:
+        """True if the call of a layer that is under way returns no batch axis (eager mode).
+
+        A checkpoint's second run does not count calls; one of a layer that has both kinds is told by its number of rows.
+        """
+        calls = self.batch_free.get(tap.name, frozenset())
+        if calls is None:
+            return True
+        if in_backward():
+            return bool(calls) and output.shape[:1] != (self.passes.batch_of_second_run(tap.name),)
+        current = self.passes.current
+        return current is not None and current.ordinals.get(tap.name, -1) + 1 in calls
 
     def raise_after_run(self, tap: Tap, error: GramianError) -> None:
         """Raise a tap's error now, or store it until a proof's run is over if other processes gather weights in this run.

@@ -1,5 +1,7 @@
 """Every representation of a matrix answers as the matrix written out does."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -253,3 +255,11 @@ def test_diagonal_low_rank_powers_are_within_their_bound_for_any_shape(
     assert factor.work.error_bound < 1e-6
     assert distance(actual, damped_power(m, y, p, damping)) <= 1e-10 + factor.work.error_bound
     assert distance(factor.solve(y, damping), damped_power(m, y, -1, damping)) <= 1e-10
+
+
+def test_a_sum_counts_the_scales_of_a_matrix_that_half_precision_stores_exactly() -> None:
+    """As a factor that was saved in float16, without any rounding, is when it is loaded."""
+    exact = Dense.of(torch.eye(8) / 8, torch.float16)
+    loaded = Dense(replace(exact.stored, rounded=False))
+    total = Dense.summed(loaded, Dense.of(torch.eye(8)), 0.5, 0.5, torch.float32)
+    torch.testing.assert_close(total.dense(), torch.eye(8) * 0.5625)

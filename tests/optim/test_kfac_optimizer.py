@@ -139,23 +139,68 @@ def test_weights_of_several_shapes_step_together_as_apart(monkeypatch: pytest.Mo
         same(model, apart, 1e-12)
 
 
-def test_later_refreshes_tap_only_layers_with_whitened_steps_and_those_that_share_with_them() -> None:
-    """A capture of all layers that is entered beside one sees all of them."""
+class Skipped(Words):
+    """Words whose hidden layers are left out for some batches, as in stochastic depth."""
+
+    skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.table(x))) if self.skips else super().forward(x)
+
+
+def test_a_backward_past_all_layers_with_factors_counts() -> None:
+    """Its loss terms are those of the step: the factors of every refresh of the same batches are equal."""
+    torch.manual_seed(0)
+    model = Skipped().double()
+    optimizer = gramian.optim.KFAC(model, lr=0.0, update_freq=1, ema_decay=0.0, max_tokens=None)
+    (x, y), found = batch_of("words", 0), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        with optimizer.capture(num_terms=y.numel(), loss_reduction="sum") as cap:
+            for model.skips in (False, True):
+                if model.skips:
+                    cap.next(num_terms=y.numel())
+                F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum").backward()
+        optimizer.step()
+        found.append({name: block.G.to_dense() for name, block in optimizer.kfac.kfac_factors.items()})
+        assert optimizer.kfac.record()["layers"]["up"]["N"] == 2 * y.numel()
+    for later in found[1:]:
+        assert later.keys() >= found[0].keys() - {"head"}
+        for name, G in later.items():
+            torch.testing.assert_close(G, found[0][name], rtol=1e-12, atol=0)
+
+
+def test_records_are_of_weights_that_take_whitened_steps_and_all_for_a_capture_beside() -> None:
     model = model_of("words")
     model.norm.bias = model.turned.bias  # type: ignore[union-attr, assignment]
     optimizer = gramian.optim.KFAC(model, **(OPTIONS | {"update_freq": 1}))  # type: ignore[arg-type]
-    tapped = []
     for beside in (False, False, True):
         x, y = batch_of("words", 0)
         optimizer.zero_grad()
-        with optimizer.capture(num_terms=y.numel()):
-            with gramian.observe(model, gramian.DiagonalFisher()) if beside else contextlib.nullcontext() as seen:
-                F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
-            tapped.append({tap.name for tap in gramian.taps.hub_of(model).taps})
+        inside = gramian.observe(model, gramian.DiagonalFisher()) if beside else contextlib.nullcontext()
+        with optimizer.capture(num_terms=y.numel()) as own, inside as seen:
+            F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
         optimizer.step()
-    hidden = {"", "norm", *HIDDEN["words"]}
-    assert tapped == [hidden | {"table", "head"}, hidden, hidden | {"table", "head"}]
-    assert all(cover.status == "covered" for cover in seen.coverage.values())
+        left_out = {name for name, cover in own.coverage.items() if cover.status == "left out"}
+        assert not left_out if beside else left_out >= {"norm.weight", "table.weight"}
+    assert {cover.status for cover in seen.coverage.values()} == {"covered"}
+
+
+def test_a_weight_that_rests_keeps_its_factors_and_one_of_none_is_no_refresh() -> None:
+    model = model_of("words")
+    optimizer = gramian.optim.KFAC(model, **(OPTIONS | {"update_freq": 1}))  # type: ignore[arg-type]
+    stepped(optimizer, model, batch_of("words", 0))
+    before = {name: block.G.to_dense() for name, block in optimizer.kfac.kfac_factors.items()}
+    hidden = [getattr(model, name) for name in HIDDEN["words"]]
+    for layer in hidden:
+        layer.requires_grad_(False)
+    stepped(optimizer, model, batch_of("words", 1))
+    for layer in hidden:
+        layer.requires_grad_(True)
+    after = {name: block.G.to_dense() for name, block in optimizer.kfac.kfac_factors.items()}
+    assert after.keys() == before.keys() and all(torch.equal(after[name], G) for name, G in before.items())
+    stepped(optimizer, model, batch_of("words", 2))
+    assert optimizer.kfac.record()["layers"]["up"]["refreshes"] == 2
 
 
 # ---- what an optimizer has to do -------------------------------------------------------------------------------------

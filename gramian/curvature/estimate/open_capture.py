@@ -25,7 +25,6 @@ from gramian.curvature.memory.memory_budget import keeps_of
 from gramian.curvature.refresh import finish_refresh, refresh_schedule
 from gramian.curvature.state import CurvatureState
 from gramian.parallel.exchange import Exchange
-from gramian.taps.model.user_names import is_compiled
 
 
 def capture(
@@ -144,7 +143,6 @@ def open_refresh(
         kronecker.find_head = lambda: seen_head(cap.output_layer(), specs, exact_head)
     elif exact_head and not isinstance(likelihood, Softmax):  # that of a softmax is seen from its gradients
         kronecker.find_head = lambda: same_head(found, cap.output_layer())
-    if state.refreshes or any(is_compiled(module) for module in model.modules()):
-        cap.only = state.only  # before, all layers are tapped: one of them is the output layer, which eager mode shows
+    cap.only = state.only
     state.specs, state.model_ref = specs, weakref.ref(root)
     return cap

@@ -48,7 +48,7 @@ class Dense(Decomposable):
         Its `quantisation_error` includes those of both factors.
         """
         dtype = torch.promote_types(left.dtype, right.dtype)
-        if isinstance(left, Dense) and isinstance(right, Dense) and not (left.stored.rounded or right.stored.rounded):
+        if isinstance(left, Dense) and isinstance(right, Dense) and left.stored.plain and right.stored.plain:
             total = left.stored.body.to(dtype) * mine
             return cls.of_sum(total.add_(right.stored.body.to(total), alpha=theirs), storage)
         total = mine * left.dense().to(dtype)

@@ -74,6 +74,11 @@ class Stored:
     """False if it is known, without reading `relative_error` from the device, that the error is 0."""
 
     @property
+    def plain(self) -> bool:
+        """True if the body is the matrix itself, without scales or a rounding error."""
+        return not self.rounded and self.left is None and self.right is None
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the stored matrix: body and scales."""
         return self.body.nbytes + sum(t.nbytes for t in (self.left, self.right) if t is not None)
