@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from gramian.core.errors import GramianError
 from gramian.taps.model import user_names
+from gramian.taps.model.batch_free import unwrapped, with_rows
 from gramian.taps.model.empty_batches import apart
 from gramian.taps.observer import observe
 from gramian.taps.passes import in_backward
@@ -28,6 +29,11 @@ def run_layer(
     Raises:
         GramianError: if the layer cannot be tapped in this call; in a proof's run it may be raised when the run is over.
     """
+    grown = False
+    if not torch.compiler.is_compiling() and model.batch_free:
+        assert tap.site is not None
+        with tap.named_errors():
+            args, kwargs, grown = unwrapped(args, kwargs, any_axes=tap.site.kind in ("linear", "norm"))
     if model.rule.withholds:
         plain = DetachedForward(plain, module, tap.parameters, _leaves(model, tap))
     if torch.compiler.is_compiling():
@@ -40,10 +46,22 @@ def run_layer(
             model.raise_after_run(tap, error)
             return plain(*args, **kwargs)
     if not any(user_names.parameter(module, local).requires_grad for local in tap.parameters):
-        return output
+        return with_rows(output) if grown else output
+    free = False
+    if isinstance(output, Tensor) and not torch.compiler.is_compiling():
+        free = not grown and model.is_batch_free(tap, output)
+        if model.proof_run is not None:
+            model.proof_run.first_axes.setdefault(tap.name, []).append(output.shape[0] if output.dim() else 0)
+    if free:
+        assert tap.site is not None
+        batch = model.passes.batch_of_second_run(tap.name) if in_backward() else model.batch
+        if model.proof_run is not None and batch != 1:
+            model.proof_run.expanded.add(tap.name)
+        output = output.expand(batch, *output.shape)
+        saved, extra = tap.site.copied(saved, extra, batch)
     if isinstance(output, Tensor):
         rows = output.shape[0] if output.dim() else 0
-        if rows == 1:
+        if rows == 1 and not free:
             output = _expanded(model, tap, output)
         if not (output.requires_grad or model.rule.withholds):
             return output
@@ -52,7 +70,8 @@ def run_layer(
         model.watch(tap)
         if model.rule.withholds and not in_backward() and model.proof_run is None:
             model.rule.foresee(tap, saved, output)
-    return observe(model, tap, output, saved, extra)
+    seen = observe(model, tap, output, saved, extra)
+    return with_rows(seen) if free or grown else seen
 
 
 def run_untapped(

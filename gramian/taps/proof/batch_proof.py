@@ -47,6 +47,24 @@ class BatchProof:
             except Refuted as failure:
                 refuse(failure)
 
+    def batch_free(self) -> dict[str, frozenset[int] | None]:
+        """{layer: numbers of calls that return as many rows in a forward with one more sample, but not one; None: all}.
+
+        Two forwards; {} if one of them fails.
+        """
+        batch = self.samples.batch
+        if self.model.batch_size is not None or self.samples.units is not None:
+            return {}
+        with undisturbed(self.model.root_module, self.samples.leaves):
+            runs = ProofRuns(self.model, self.execute, self.samples, 0)
+            here, there = runs.first_axes(range(batch)), runs.first_axes([*range(batch), 0])
+        found: dict[str, frozenset[int] | None] = {}
+        for name, sizes in here.items():
+            pairs = enumerate(zip(sizes, there.get(name, []), strict=False))
+            calls = frozenset(number for number, (size, other) in pairs if size == other != 1)
+            found |= {name: calls if len(calls) < len(sizes) else None} if calls else {}
+        return found
+
     def prove(self, *, sums_only: bool = False) -> Proven | None:
         """Prove the batch; if that fails for some output and an axis may have size B by chance, again as if it had no samples.
 

@@ -6,7 +6,7 @@ rows that the taps attribute to each sample. Cotangents are drawn once and move 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
@@ -208,6 +208,16 @@ class ProofRuns:
         calls, buffers = list(run.calls), self.beginning.buffers.changed()
         remembered = self.beginning.python.values() if sums or self._model.rule.withholds else {}
         return TappedRun(recorder.rows, recorder.sides, prints, calls, drew, recorder, buffers, remembered)
+
+    def first_axes(self, samples: Sequence[int]) -> dict[str, list[int]]:
+        """{layer: sizes of the first axis of what its calls return} of a forward on these samples; {} if it fails."""
+        self._begin()
+        with suppress(Exception), self._model.recorded_by(Recorder(self._seed, None, None)) as run:
+            self._results(self._samples.take(samples))
+            if self._model.passes.current is not None:
+                self._model.passes.current.closed = True  # it gets no backward
+            return run.first_axes
+        return {}
 
     def _outputs(self, arguments: Any) -> list[Tensor]:
         """Outputs of the model on these arguments, with samples moved to axis 0 where the model has them on axis 1."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.proof.single_unit import SampleAlone
 from gramian.taps.tapped_model import TappedModel, refuse_unseen
 
+T = TypeVar("T")
 Forward = Callable[[Any, Any], Any]
 """Function that runs one forward of the root on (args, kwargs), with or without taps."""
 
@@ -107,7 +108,10 @@ class RowProof:
             elif model.proof_is_due():
                 self.repeat(key, samples, execute)
         elif not tells_apart and not proven_before and key not in self._summed:
-            if any(rows == 0 for _, _, rows in self._on(samples[0], execute).calls()):
+            calls = self._on(samples[0], execute).calls()
+            if any(rows not in (0, 1) for _, _, rows in calls):
+                self.model.batch_free |= self._on(samples[0], execute).batch_free()
+            if any(rows == 0 for _, _, rows in calls) or self.model.batch_free:
                 self._prove(key, samples, execute, sums_only=True)
             self._summed.add(key)
         self._generators = self._generators or Generators(root)
@@ -160,6 +164,10 @@ class RowProof:
                 self._prove(key, samples, execute, sums_only=not tells_apart)
             self._summed.add(key)
         self._sizes.add(sizes)
+        for layer in self.model.batch_free:
+            raise GramianError(
+                f"{layer}: returns no batch axis, which a compiled graph cannot give one; expected eager mode for this model"
+            )
         for reason in self.proven[key].open_outputs.values() if key in self.proven else ():
             raise GramianError(
                 f"{reason}, which a compiled graph cannot keep a backward from; expected eager mode, or a model that does not "
@@ -299,7 +307,8 @@ class RowProof:
             GramianError: if the proof fails.
         """
         for samples in groupings:
-            found = self._on(samples, execute).prove(sums_only=sums_only)
+            attempt = partial(self._on(samples, execute).prove, sums_only=sums_only)
+            found = self._again_batch_free(samples, execute, attempt)
             if found is None:
                 self.open_batches += 1
                 self.model.proof_stays_open()
@@ -315,6 +324,25 @@ class RowProof:
                     padded = before.unpadded is None and before.alone.startswith("collated")
                     found = replace(found, unpadded=None if padded else found.unpadded)
                 self.proven[key] = found
+
+    def _again_batch_free(self, samples: SampleArguments, execute: Execute, attempt: Callable[[], T]) -> T:
+        """The result of `attempt`; if it fails and some layers see no batch axis, that of a second one that knows them.
+
+        Raises:
+            GramianError: of the second attempt, or of the first if there are no such layers.
+        """
+        try:
+            return attempt()
+        except GramianError:
+            before, found = self.model.batch_free, self._on(samples, execute).batch_free()
+            if not found or found == before:
+                raise
+        self.model.batch_free = before | found
+        try:
+            return attempt()
+        except GramianError:
+            self.model.batch_free = before
+            raise
 
     def repeat(self, key: Any, groupings: Sequence[SampleArguments], execute: Execute) -> None:
         """Repeat one run with replaced samples on this batch, whose structure `key` was proven before.

@@ -9,7 +9,7 @@ Under FSDP2 the layer runs again on weights that are gathered for the backward a
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -28,9 +28,9 @@ from gramian.taps.sites.site import Site, SiteRun, observed
 REPRODUCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """By dtype: largest relative difference between the outputs of two runs on the same samples that counts as rounding."""
 
-Layout = Literal["shared", "first", "second", "grouped", "grouped_second"]
+Layout = Literal["shared", "first", "second", "grouped", "grouped_second", "copies"]
 """Axis on which a tensor has its B samples: "shared": none; "first": axis 0; "second": axis 1; "grouped" and "grouped_second":
-axis 0 or 1 with k·B rows, the k rows of a sample next to each other."""
+axis 0 or 1 with k·B rows, the k rows of a sample next to each other; "copies": none, and axis 0 has a copy for each sample."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class Call:
     output_rows: list[int]
     """Number of rows of each observed output; one row is shared by all samples."""
     autocast: tuple[str, torch.dtype, bool]
+    copies: bool = False
+    """True if outputs have no batch axis, and gradients those of a copy for each sample."""
 
     def again(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Call the layer's forward with `tensors` in place of the original tensors; returns the observed outputs."""
@@ -154,6 +156,10 @@ class Generic(Site):
         saved = [x.detach().clone() for x in inputs]  # the user may change them in place
         return output, [*saved, *(_digest(outputs[i]) for i in seen)], call
 
+    def copied(self, saved: list[Tensor], extra: Any, batch: int) -> tuple[list[Tensor], Any]:
+        """Inputs and digests as they are, and the `Call` with a mark that its outputs have no batch axis."""
+        return saved, replace(extra, copies=True)
+
     def gradients(
         self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
     ) -> dict[str, PerSampleGradient]:
@@ -195,7 +201,9 @@ class Generic(Site):
         batch: int,
     ) -> dict[str, Tensor]:
         """Per-sample gradients {parameter: [B, *shape]}; GramianError if the outputs by samples differ from the first run's."""
-        out_layouts = [self.output_layout(i, g, batch) for i, g in enumerate(output_gradients)]
+        out_layouts: list[Layout] = ["copies" for _ in output_gradients]
+        if not call.copies:
+            out_layouts = [self.output_layout(i, g, batch) for i, g in enumerate(output_gradients)]
 
         def run(parameters: dict[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
             """Observed outputs of the layer for one sample, on these parameters."""
@@ -209,7 +217,8 @@ class Generic(Site):
         gradients, again = _map(run, trained, split_inputs, dims, split_gradients)
         for digest, y, layout, rows in zip(digests, again, out_layouts, call.output_rows, strict=True):
             merged = _merged(y, layout)
-            _refuse_other_output(digest, _digest(merged[:rows] if rows == 1 else merged), _narrowest(y.dtype, call))
+            again_once = merged[:rows] if rows == 1 and not call.copies else merged
+            _refuse_other_output(digest, _digest(again_once), _narrowest(y.dtype, call))
         return gradients
 
 
@@ -295,6 +304,8 @@ def _merged(t: Tensor, layout: Layout) -> Tensor:
     """Inverse of `_split`: move the samples from axis 0 back to the axis that `layout` names."""
     if layout == "grouped":
         return t.flatten(0, 1)
+    if layout == "copies":
+        return t[0]
     if layout == "grouped_second":
         return t.movedim(0, 1).flatten(1, 2)
     return t.movedim(0, 1) if layout == "second" else t
@@ -307,7 +318,9 @@ def _batch_of_one(t: Tensor, layout: Layout) -> Tensor:
 
 def _single(t: Tensor, layout: Layout) -> Tensor:
     """A tensor of a batch of one without its batch axis, which `layout` names; grouped and shared tensors as they are."""
-    return t if layout in ("shared", "grouped", "grouped_second") else t.squeeze(1 if layout == "second" else 0)
+    return (
+        t if layout in ("shared", "grouped", "grouped_second", "copies") else t.squeeze(1 if layout == "second" else 0)
+    )
 
 
 def _digest(y: Tensor) -> Tensor:

@@ -86,6 +86,10 @@ class Site:
         """
         return forward(*args, **kwargs), [first_tensor(args, kwargs)], None
 
+    def copied(self, saved: list[Tensor], extra: Any, batch: int) -> tuple[list[Tensor], Any]:
+        """What `run` saved of a call without a batch axis, as of a batch of `batch` equal samples."""
+        return [t.expand(batch, *t.shape) for t in saved], extra
+
     def gradients(
         self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
     ) -> dict[str, PerSampleGradient]:

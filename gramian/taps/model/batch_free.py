@@ -1,0 +1,152 @@
+"""Results of layers without a batch axis (biases of relative positions [T, T, H], positions [T, D]), a copy for each sample.
+
+Their gradient is a sum over samples, because they are broadcast over the batch. `BatchFree` looks like the result [*shape] to
+the user's code, and has B equal copies [B, *shape]: each operation runs on all copies (`torch.vmap`), with sample b of tensors
+that have a batch axis beside copy b. From there on the result has a batch axis as any other tensor, and the gradient of copy b
+is that of sample b. Values are those of the user's code; that rows of samples are kept apart is for the row proof to show.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from gramian.core.errors import GramianError
+
+VIEWS = ("T", "mT", "H", "mH", "real", "imag")
+"""Properties of a tensor that are tensors; all others are facts about its shape, dtype or device."""
+FACTS = (
+    "size",
+    "dim",
+    "stride",
+    "numel",
+    "is_floating_point",
+    "is_complex",
+    "element_size",
+    "ndimension",
+    "get_device",
+)
+"""Methods of a tensor that return such facts."""
+REPEATS = ("expand", "expand_as", "broadcast_to", "repeat", "tile")
+"""Functions by which code gives a tensor a batch axis."""
+
+
+class BatchFree(Tensor):
+    """A tensor [*shape] without a batch axis to the code that uses it, with `rows` [B, *shape], a copy for each sample."""
+
+    rows: Tensor
+
+    @staticmethod
+    def __new__(cls, rows: Tensor) -> "BatchFree":
+        """Wrap the copies; gradients flow to them."""
+        found: BatchFree = Tensor._make_wrapper_subclass(
+            cls, rows.shape[1:], strides=rows.stride()[1:], dtype=rows.dtype, device=rows.device
+        )
+        found.rows = rows
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation on the copies of all samples at once."""
+        name = getattr(func.__self__, "__name__", "") if func.__name__ == "__get__" else func.__name__
+        if (func.__name__ == "__get__" and name not in VIEWS) or name in FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return args[0].rows.requires_grad if name == "requires_grad" else func(*args, **(kwargs or {}))
+        return _run(func, name, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse code that sees no torch functions (operators written in C++, functions of autograd)."""
+        raise GramianError(
+            f"{func}: is given a result without a batch axis, which has no gradient for each sample there; "
+            "expected torch functions between a layer without a batch axis and the batch"
+        )
+
+
+def unwrapped(args: Any, kwargs: Any, any_axes: bool) -> tuple[Any, Any, bool]:
+    """Arguments of a tapped layer with rows in place of `BatchFree`, and whether these have an axis more than before.
+
+    [1, …] becomes [B, …], as if it were broadcast; [*shape] becomes [B, *shape] if the layer takes `any_axes`.
+
+    Raises:
+        GramianError: for any other.
+    """
+    grown = False
+
+    def rows(value: Any) -> Any:
+        nonlocal grown
+        if not isinstance(value, BatchFree):
+            return value
+        if any_axes:
+            grown = True
+            return value.rows
+        if value.dim() and value.shape[0] == 1:
+            return value.rows[:, 0]
+        raise GramianError(
+            f"is given a result without a batch axis, {list(value.shape)}; expected the batch as first axis"
+        )
+
+    args, kwargs = pytree.tree_map(rows, (args, kwargs))
+    return args, kwargs, grown
+
+
+def with_rows(output: Tensor) -> Tensor:
+    """The observed copies [B, *shape] of a result as `BatchFree`; the tensor itself for one sample."""
+    return output[0] if output.shape[0] == 1 else BatchFree(output)
+
+
+def _run(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    free = [leaf for leaf in leaves if isinstance(leaf, BatchFree)]
+    batch, axes = free[0].rows.shape[0], max(leaf.dim() for leaf in free)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    broadcasts = all(leaf.dim() < axes or (axes > 0 and leaf.shape[0] == 1) for leaf in free)
+
+    def has_batch(t: Tensor) -> bool:
+        fits = t.dim() > axes or (broadcasts and t.dim() == axes > 0)
+        return fits and t.shape[0] == batch and not isinstance(t, BatchFree)
+
+    with_batch = any(has_batch(leaves[i]) for i in places)
+    if with_batch and all(leaf.dim() == axes and broadcasts for leaf in free):  # [1, …] beside [B, …]
+        own = [leaf.rows[:, 0] if isinstance(leaf, BatchFree) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(own, spec)
+        return func(*args, **kwargs)
+    given = [
+        leaf.rows if isinstance(leaf, BatchFree) else leaf.unsqueeze(1) if has_batch(leaf) else leaf
+        for leaf in (leaves[i] for i in places)
+    ]
+    copies = tuple(0 if isinstance(leaves[i], BatchFree) or has_batch(leaves[i]) else None for i in places)
+    specs: list[Any] = []
+
+    def of_one(*tensors: Tensor) -> tuple[Any, ...]:
+        filled = list(leaves)
+        for place, t in zip(places, tensors, strict=True):
+            filled[place] = t
+        own_args, own_kwargs = pytree.tree_unflatten(filled, spec)
+        found, structure = pytree.tree_flatten(func(*own_args, **own_kwargs))
+        specs.append(structure)
+        return tuple(found)
+
+    results = torch.vmap(of_one, in_dims=copies, randomness="same")(*given)
+    if with_batch:
+        found = [_in_place(t, name) for t in results]
+    else:
+        grown = results[0].dim() - 1 > axes or broadcasts
+        repeated = name in REPEATS and grown and results[0].dim() > 1 and results[0].shape[1] == batch
+        found = [t[:, 0] if repeated else BatchFree(t) for t in results]
+    return pytree.tree_unflatten(found, specs[0])
+
+
+def _in_place(result: Tensor, name: str) -> Tensor:
+    """Results [B, 1, …] of single samples as one of the batch, [B, …]."""
+    if result.dim() < 2 or result.shape[1] != 1:
+        raise GramianError(
+            f"{name}: takes a result without a batch axis, and returns none with the batch as first axis; "
+            "expected the batch first"
+        )
+    return result.flatten(0, 1)
