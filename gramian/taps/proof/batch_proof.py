@@ -50,10 +50,10 @@ class BatchProof:
     def batch_free(self) -> dict[str, frozenset[int] | None]:
         """{layer: numbers of calls that return as many rows in a forward with one more sample, but not one; None: all}.
 
-        Two forwards; {} if one of them fails.
+        Two forwards; {} if one of them fails, rows are grouped, or other processes gather weights in every run.
         """
         batch = self.samples.batch
-        if self.model.batch_size is not None or self.samples.units is not None:
+        if self.model.batch_size is not None or self.samples.units is not None or not self.model.lockstep.alone:
             return {}
         with undisturbed(self.model.root_module, self.samples.leaves):
             runs = ProofRuns(self.model, self.execute, self.samples, 0)
