@@ -60,8 +60,8 @@ def run_layer(
         output = output.expand(batch, *output.shape)
         saved, extra = tap.site.copied(saved, extra, batch)
     if isinstance(output, Tensor):
-        rows = output.shape[0] if output.dim() else 0
-        if rows == 1 and not free:
+        rows = output.shape[0] if output.dim() and not free else 0
+        if rows == 1:
             output = _expanded(model, tap, output)
         if not (output.requires_grad or model.rule.withholds):
             return output

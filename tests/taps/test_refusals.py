@@ -15,6 +15,7 @@ from gramian.taps import Withheld, hub_of
 from tests.kit import refusals
 from tests.kit.models import CASES
 from tests.kit.toys import Toy
+from tests.oracles import sample_statistics
 from tests.taps.checks import problem
 
 
@@ -385,33 +386,30 @@ class Positions(nn.Module):
         return self.head(self.tokens(ids_BT) + self.positions(positions[None] if self.shape == "[1, T]" else positions))
 
 
-def _of_no_sample(tokens: int) -> tuple[str, ...]:
-    """Words of the refusal of T rows in a batch of 4: by their number, and where it fits by the proof."""
-    if tokens % 4:
-        return (f"saw {tokens} rows for a batch of 4", "1 (shared by all samples)")
-    return ("gradient of sample", "changes when other samples are replaced")
+@pytest.mark.parametrize("shape", ["[T]", "[1, T]"])
+@pytest.mark.parametrize("tokens", [5, 4, 8, 2])
+def test_position_ids_without_a_batch_axis_are_exact_whatever_their_length(tokens: int, shape: str) -> None:
+    model, ids = Positions(shape, tokens).double(), torch.randint(7, (4, tokens))
+    _assert_squares(model, ids)
 
 
 @pytest.mark.parametrize("tokens", [5, 4, 8, 2])
-def test_position_ids_without_a_batch_axis_are_refused_by_name_whatever_their_length(tokens: int) -> None:
-    model = Positions("[T]", tokens)
-    with refused("positions", *_of_no_sample(tokens)), gramian.per_sample_norms(model):
-        model(torch.randint(7, (4, tokens))).square().sum().backward()
-    model = Positions("[1, T]", tokens)
-    with gramian.per_sample_norms(model):
-        model(torch.randint(7, (4, tokens))).square().sum().backward()
-
-
-@pytest.mark.parametrize("tokens", [5, 4, 8, 2])
-def test_a_linear_on_a_table_without_a_batch_axis_is_refused_by_name(tokens: int) -> None:
+def test_a_linear_on_a_table_without_a_batch_axis_is_exact(tokens: int) -> None:
     model = Toy(
         lambda net, x_BTD: net.head(x_BTD + net.mix(net.table)),
-        table=torch.randn(tokens, 4),
+        table=torch.randn(tokens, 4, dtype=torch.float64),
         mix=nn.Linear(4, 4),
         head=nn.Linear(4, 3),
-    )
-    with refused("mix", *_of_no_sample(tokens)), gramian.per_sample_norms(model):
-        model(torch.randn(4, tokens, 4)).square().sum().backward()
+    ).double()
+    _assert_squares(model, torch.randn(4, tokens, 4, dtype=torch.float64))
+
+
+def _assert_squares(model: nn.Module, x: Tensor) -> None:
+    """Norms of the gradients of the sum of squares are those of the loop of single samples."""
+    want = sample_statistics.per_sample_norms(model, lambda net, one: net(one).square().sum(), (x,))
+    with gramian.per_sample_norms(model, "sum") as norms:
+        model(x).square().sum().backward()
+    torch.testing.assert_close(norms.values, want, rtol=1e-9, atol=0)
 
 
 def test_arguments_without_axes_are_not_a_batch() -> None:

@@ -109,10 +109,18 @@ class RowProof:
                 self.repeat(key, samples, execute)
         elif not tells_apart and not proven_before and key not in self._summed:
             calls = self._on(samples[0], execute).calls()
+            known = self.model.batch_free
             if any(rows not in (0, 1) for _, _, rows in calls):
-                self.model.batch_free |= self._on(samples[0], execute).batch_free()
-            if any(rows == 0 for _, _, rows in calls) or self.model.batch_free:
-                self._prove(key, samples, execute, sums_only=True)
+                self.model.batch_free = known | self._on(samples[0], execute).batch_free()
+            try:
+                if any(rows == 0 for _, _, rows in calls) or self.model.batch_free:
+                    self._prove(key, samples, execute, sums_only=True)
+            except GramianError:
+                if self.model.batch_free == known:
+                    raise
+                self.model.batch_free = known
+                if any(rows == 0 for _, _, rows in calls):
+                    self._prove(key, samples, execute, sums_only=True)
             self._summed.add(key)
         self._generators = self._generators or Generators(root)
         states = self._generators.states()
@@ -329,20 +337,21 @@ class RowProof:
         """The result of `attempt`; if it fails and some layers see no batch axis, that of a second one that knows them.
 
         Raises:
-            GramianError: of the second attempt, or of the first if there are no such layers.
+            GramianError: of the first attempt, if there are no such layers or the second fails, too.
         """
         try:
             return attempt()
-        except GramianError:
-            before, found = self.model.batch_free, self._on(samples, execute).batch_free()
+        except GramianError as error:
+            failure, before = error, self.model.batch_free
+            found = self._on(samples, execute).batch_free()
             if not found or found == before:
                 raise
         self.model.batch_free = before | found
         try:
             return attempt()
-        except GramianError:
+        except Exception:
             self.model.batch_free = before
-            raise
+            raise failure from None
 
     def repeat(self, key: Any, groupings: Sequence[SampleArguments], execute: Execute) -> None:
         """Repeat one run with replaced samples on this batch, whose structure `key` was proven before.

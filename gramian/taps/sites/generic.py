@@ -10,7 +10,7 @@ Under FSDP2 the layer runs again on weights that are gathered for the backward a
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,11 @@ from gramian.linalg.wide import wide
 from gramian.plan.norm_algorithm import samples_per_chunk
 from gramian.taps.gradients import ExplicitGradient, PerSampleGradient
 from gramian.taps.model.python_state import PythonState
+from gramian.taps.sites.batch_layout import Layout, batch_of_one, merged, single, split
 from gramian.taps.sites.site import Site, SiteRun, observed
 
 REPRODUCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """By dtype: largest relative difference between the outputs of two runs on the same samples that counts as rounding."""
-
-Layout = Literal["shared", "first", "second", "grouped", "grouped_second", "copies"]
-"""Axis on which a tensor has its B samples: "shared": none; "first": axis 0; "second": axis 1; "grouped" and "grouped_second":
-axis 0 or 1 with k·B rows, the k rows of a sample next to each other; "copies": none, and axis 0 has a copy for each sample."""
 
 
 @dataclass(frozen=True)
@@ -201,24 +198,24 @@ class Generic(Site):
         batch: int,
     ) -> dict[str, Tensor]:
         """Per-sample gradients {parameter: [B, *shape]}; GramianError if the outputs by samples differ from the first run's."""
-        out_layouts: list[Layout] = ["copies" for _ in output_gradients]
-        if not call.copies:
-            out_layouts = [self.output_layout(i, g, batch) for i, g in enumerate(output_gradients)]
+        out_layouts: list[Layout] = [
+            "copies" if call.copies else self.output_layout(i, g, batch) for i, g in enumerate(output_gradients)
+        ]
 
         def run(parameters: dict[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
             """Observed outputs of the layer for one sample, on these parameters."""
             with Borrowed(module, parameters, self.whole):
-                ys = call.again([_batch_of_one(x, layout) for x, layout in zip(inputs, layouts, strict=True)])
-            return [_single(y, layout) for y, layout in zip(ys, out_layouts, strict=True)]
+                ys = call.again([batch_of_one(x, layout) for x, layout in zip(inputs, layouts, strict=True)])
+            return [single(y, layout) for y, layout in zip(ys, out_layouts, strict=True)]
 
-        split_inputs = [_split(x, layout, batch) for x, layout in zip(inputs, layouts, strict=True)]
-        split_gradients = [_split(g, layout, batch) for g, layout in zip(output_gradients, out_layouts, strict=True)]
+        split_inputs = [split(x, layout, batch) for x, layout in zip(inputs, layouts, strict=True)]
+        split_gradients = [split(g, layout, batch) for g, layout in zip(output_gradients, out_layouts, strict=True)]
         dims = [None if layout == "shared" else 0 for layout in layouts]
         gradients, again = _map(run, trained, split_inputs, dims, split_gradients)
         for digest, y, layout, rows in zip(digests, again, out_layouts, call.output_rows, strict=True):
-            merged = _merged(y, layout)
-            again_once = merged[:rows] if rows == 1 and not call.copies else merged
-            _refuse_other_output(digest, _digest(again_once), _narrowest(y.dtype, call))
+            whole = merged(y, layout)
+            whole = whole[:rows] if rows == 1 and not call.copies else whole
+            _refuse_other_output(digest, _digest(whole), _narrowest(y.dtype, call))
         return gradients
 
 
@@ -250,9 +247,7 @@ def _map(
             return _one_by_one(run, parameters, inputs, dims, cotangents)
         except GramianError:
             raise
-        except (
-            Exception
-        ) as error:  # the layer's own code may fail in any way on one sample, or on inputs that are split wrongly
+        except Exception as error:  # of the layer's own code, on one sample or on inputs that are split wrongly
             line = str(error).partition("\n")[0]
             raise GramianError(
                 f"cannot be run sample by sample ({line}); expected a registered site (register_site)"
@@ -279,48 +274,6 @@ def _one_by_one(
         outputs.append([y.detach() for y in ys])
     gradients = {name: torch.stack(column) for name, column in zip(parameters, zip(*rows, strict=True), strict=True)}
     return gradients, [torch.stack(column) for column in zip(*outputs, strict=True)]
-
-
-def _split(t: Tensor, layout: Layout, batch: int) -> Tensor:
-    """Move the samples of a tensor from the axis that `layout` names to axis 0.
-
-    In a grouped layout this axis has k adjacent rows for each sample and is split into axes B and k; a GramianError is raised
-    if it is empty or no multiple of B = `batch`.
-    """
-    axis = 1 if layout == "grouped_second" else 0
-    if layout in ("grouped", "grouped_second") and (not t.shape[axis] or t.shape[axis] % batch):
-        raise GramianError(
-            f"is given or returns {list(t.shape)}, whose axis {axis} is not a multiple of the batch of {batch}; expected the "
-            "rows of every sample"
-        )
-    if layout == "grouped":
-        return t.reshape(batch, t.shape[0] // batch, *t.shape[1:])
-    if layout == "grouped_second":
-        return t.reshape(t.shape[0], batch, t.shape[1] // batch, *t.shape[2:]).movedim(1, 0)
-    return t.movedim(1, 0) if layout == "second" else t
-
-
-def _merged(t: Tensor, layout: Layout) -> Tensor:
-    """Inverse of `_split`: move the samples from axis 0 back to the axis that `layout` names."""
-    if layout == "grouped":
-        return t.flatten(0, 1)
-    if layout == "copies":
-        return t[0]
-    if layout == "grouped_second":
-        return t.movedim(0, 1).flatten(1, 2)
-    return t.movedim(0, 1) if layout == "second" else t
-
-
-def _batch_of_one(t: Tensor, layout: Layout) -> Tensor:
-    """One sample's tensor with a batch axis of size 1 where `layout` has the batch; grouped and shared tensors as they are."""
-    return t if layout in ("shared", "grouped", "grouped_second") else t.unsqueeze(1 if layout == "second" else 0)
-
-
-def _single(t: Tensor, layout: Layout) -> Tensor:
-    """A tensor of a batch of one without its batch axis, which `layout` names; grouped and shared tensors as they are."""
-    return (
-        t if layout in ("shared", "grouped", "grouped_second", "copies") else t.squeeze(1 if layout == "second" else 0)
-    )
 
 
 def _digest(y: Tensor) -> Tensor:

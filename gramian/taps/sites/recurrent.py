@@ -2,7 +2,8 @@
 
 from torch import Tensor, nn
 
-from gramian.taps.sites.generic import Generic, Layout
+from gramian.taps.sites.batch_layout import Layout
+from gramian.taps.sites.generic import Generic
 from gramian.taps.sites.site_registry import register_site
 
 
