@@ -146,7 +146,8 @@ class KFAC(Optimizer):
     def capture(self, **arguments: Any) -> KFACCapture | IdleCapture:
         """The context around forward and backward of a step: `KFACNaturalGradient.capture` of the model, with its arguments.
 
-        It refreshes the factors once in `update_freq` steps; in all others, and while no weight matrix trains, it does nothing.
+        It refreshes the factors once in `update_freq` steps. In all other steps it does nothing, nor while every weight matrix
+        is frozen.
         """
         self._choose_layers()
         return self.kfac.capture(self._model, **arguments) if self.kfac.state.only else IdleCapture()

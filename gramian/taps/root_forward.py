@@ -18,6 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from gramian.core.errors import GramianError
 from gramian.taps.layer_forward import gathers_in_order, run_untapped
+from gramian.taps.model import user_names
+from gramian.taps.model.batch_free import refuse_escaped
 from gramian.taps.model.empty_batches import apart, with_a_row, without_a_row
 from gramian.taps.passes import in_backward
 from gramian.taps.proof.compiled_arguments import Written, apart_from_the_graph, read
@@ -150,6 +152,8 @@ class RootForward:
         if model.blank:
             args, kwargs = with_a_row((args, kwargs))
         output = plain(*args, **kwargs) if tap.site is None else tap.run(model, tap, module, plain, args, kwargs)
+        if model.batch_free:
+            refuse_escaped(output, user_names.named_modules(module))
         self._leave(output)
         if model.blank:
             return without_a_row(output)

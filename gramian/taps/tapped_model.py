@@ -228,7 +228,8 @@ class TappedModel:
     def is_batch_free(self, tap: Tap, output: Tensor) -> bool:
         """True if the call of a layer that is under way returns no batch axis (eager mode).
 
-        A checkpoint's second run does not count calls; one of a layer that has both kinds is told by its number of rows.
+        Calls in a checkpoint's second run have no number. If only some calls of the layer return no batch axis, this is one of
+        them unless it returns B rows.
         """
         calls = self.batch_free.get(tap.name, frozenset())
         if calls is None:

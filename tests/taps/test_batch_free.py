@@ -159,6 +159,29 @@ def test_a_layer_whose_input_depends_on_samples_is_refused() -> None:
         wave(model, batch(3, 5)).backward()
 
 
+class Escaping(Positions):
+    """Returns its positions, or stores them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(added)
+        self.how, self.cache = how, None
+
+    def forward(self, x: Tensor) -> object:
+        places = self.places(torch.arange(x.shape[1]))
+        if self.how == "stores":
+            self.cache = [places.detach()]
+            return x + places
+        return {"output": x + places, "places": places}
+
+
+@pytest.mark.parametrize("how", ["returns", "stores"])
+def test_copies_do_not_leave_the_forward(how: str) -> None:
+    model = Escaping(how)
+    with refusal("places"), gramian.per_sample_norms(model):
+        model(batch(3, 5))
+    assert type(model.cache[0] if model.cache else batch(1, 1)) is Tensor
+
+
 BUGS = {
     "copies of one sample": Edit(
         "layer_forward:run_layer",

@@ -434,11 +434,11 @@ def test_a_buffer_that_remembers_samples_leaves_no_trace_in_norms() -> None:
     assert float(model.seen) == float(x.abs().max())
 
 
-def test_positions_whose_sum_is_of_samples_are_refused_with_advice_where_their_number_is_a_multiple_of_b() -> None:
-    """They meet no batch axis: what the model returns has one row for each position."""
-    model = Net(lambda net, x: net.last(net.first(x).sum(0) + net.table(torch.arange(x.shape[1]))))
-    with refusal("expected"):
-        norms(model, torch.randn(3, 6, 4))
+def test_positions_without_a_batch_axis_are_refused_with_advice_where_their_number_is_a_multiple_of_a_given_b() -> None:
+    """A batch size that the user gave says nothing about a forward with one more sample."""
+    model = Net(lambda net, x: net.last(net.first(x) + net.table(torch.arange(x.shape[1]))))
+    with refusal(r"^table: .*positions of shape \[1, T\]"):
+        norms(model, torch.randn(3, 6, 4), batch_size=3)
 
 
 class Switched(nn.Module):

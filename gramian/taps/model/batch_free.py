@@ -3,20 +3,20 @@
 Their gradient is a sum over samples, because they are broadcast over the batch. `BatchFree` looks like the result [*shape] to
 the user's code, and has B equal copies [B, *shape]: each operation runs on all copies (`torch.vmap`), with sample b of tensors
 that have a batch axis beside copy b. From there on the result has a batch axis as any other tensor, and the gradient of copy b
-is that of sample b. Values are those of the user's code; that rows of samples are kept apart is for the row proof to show.
+is that of sample b. No value changes. The row proof then checks, as for any model, that each sample has its own rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gramian.core.errors import GramianError
 
 VIEWS = ("T", "mT", "H", "mH", "real", "imag")
-"""Properties of a tensor that are tensors; all others are facts about its shape, dtype or device."""
+"""Properties of a tensor that are tensors themselves; all other properties describe its shape, dtype or device."""
 FACTS = (
     "size",
     "dim",
@@ -28,7 +28,7 @@ FACTS = (
     "ndimension",
     "get_device",
 )
-"""Methods of a tensor that return such facts."""
+"""Methods of a tensor that describe it, too."""
 REPEATS = ("expand", "expand_as", "broadcast_to", "repeat", "tile")
 """Functions by which code gives a tensor a batch axis."""
 
@@ -65,6 +65,24 @@ class BatchFree(Tensor):
             f"{func}: is given a result without a batch axis, which has no gradient for each sample there; "
             "expected torch functions between a layer without a batch axis and the batch"
         )
+
+
+def refuse_escaped(output: Any, modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raise GramianError if a model returns a `BatchFree`, or stores one in a module's attributes or buffers.
+
+    A loss, or a later forward, would use it without the batch that it belongs to.
+    """
+    if any(isinstance(leaf, BatchFree) for leaf in pytree.tree_leaves(output)):
+        raise GramianError(
+            "model: returns a result without a batch axis; expected one row for each sample in all that it returns"
+        )
+    for name, module in modules:
+        for key, value in [*vars(module).items(), *module._buffers.items()]:
+            if any(isinstance(leaf, BatchFree) for leaf in pytree.tree_leaves(value)):
+                raise GramianError(
+                    f"{name or 'model'}: stores a result without a batch axis as {key!r}; expected it to be computed in "
+                    "every forward"
+                )
 
 
 def unwrapped(args: Any, kwargs: Any, any_axes: bool) -> tuple[Any, Any, bool]:

@@ -349,7 +349,7 @@ class RowProof:
         self.model.batch_free = before | found
         try:
             return attempt()
-        except Exception:
+        except Exception:  # of any kind: the user's code may not run on copies, and is then refused as without them
             self.model.batch_free = before
             raise failure from None
 
