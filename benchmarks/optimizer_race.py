@@ -99,6 +99,7 @@ GRIDS: dict[str, dict[str, list[Trial]]] = {
             *(Trial("adamw", lr, 0.99, warmup=warmup) for lr, warmup in ((4e-3, 500), (2.8e-3, 730))),
             Trial("adamw", 2.8e-3, 0.999, warmup=500),
             *(Trial("adamw", lr, 0.99, warmup=warmup) for lr, warmup in ((4e-3, 730), (2.8e-3, 1000), (2e-3, 730))),
+            *(Trial("adamw", lr, 0.99, warmup=warmup) for lr, warmup in ((2.8e-3, 1200), (4e-3, 1000), (2e-3, 1000))),
         ],
         "muon": [
             *(Trial("muon", 8e-3, 0.9, rest) for rest in (2e-3, 4e-3)),
