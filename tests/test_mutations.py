@@ -584,7 +584,7 @@ MUTATIONS = (
         "labels taken for nobody's input",
         (
             Edit(
-                "BatchProof.prove",
+                "BatchProof.once",
                 "if found is None or (fixed and not prover.fits_alone):",
                 "if found is None:",
             ),

@@ -16,11 +16,11 @@ from gramian.parallel.data_parallel import GatheredParameters
 from gramian.parallel.lockstep import Lockstep, sharing_group
 from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.taps.model import user_names
-from gramian.taps.model.find_layers import discover
+from gramian.taps.model.find_layers import FoundLayer, discover
 from gramian.taps.passes import Listener, in_backward
 from gramian.taps.proof.row_proof import RowProof
 from gramian.taps.replaced_forward import LISTENING, ReplacedForward
-from gramian.taps.roles import GradientRule, Ordinary
+from gramian.taps.roles import GradientRule, Ordinary, ParameterInfo
 from gramian.taps.root_forward import RootForward
 from gramian.taps.tapped_model import TappedModel
 
@@ -38,6 +38,7 @@ class Hub(TappedModel):
         self._forwards: weakref.WeakKeyDictionary[nn.Module, ReplacedForward] = weakref.WeakKeyDictionary()
         self._installed: list[ReplacedForward] = []
         self._installations = 0
+        self.retap = self._retap
 
     def install(self) -> None:
         """Replace the forwards of all layers to be tapped; calls are counted, and only the first one replaces.
@@ -50,19 +51,12 @@ class Hub(TappedModel):
             return
         try:
             root = self.root_module
-            layers, self.parameters = discover(root)
+            layers, parameters = discover(root)
             self.gathered = GatheredParameters(root)
             if isinstance(root, FSDPModule):
                 self._root_forward.install_hook(root)
                 self.lockstep = Lockstep(sharing_group(root))
-            for found in layers:
-                forward = self._forwards.get(found.module)
-                if forward is None:
-                    forward = self._forwards[found.module] = ReplacedForward(found.module, self, self._root_forward)
-                forward.install(found, is_root=found.module is root)
-                self._installed.append(forward)
-                self.taps.append(forward.tap)
-                self.users.update({*forward.tap.parameters.values()})
+            self._replace_forwards(layers, parameters)
         except BaseException:
             self.uninstall()
             raise
@@ -71,14 +65,37 @@ class Hub(TappedModel):
         """Undo one call of `install`; after the last one every layer has its own forward again."""
         self._installations -= 1
         if self._installations == 0:
-            for forward in self._installed:
-                forward.uninstall()
-            self._installed.clear()
-            self.taps.clear()
-            self.users.clear()
+            self._restore_forwards()
             self.passes.clear()
             self._root_forward.remove_hook()
             self.gathered = None  # it refers to parameters
+
+    def _retap(self) -> None:
+        """Find the layers again and replace their forwards instead of those that are replaced now; nothing is proven yet."""
+        layers, parameters = discover(self.root_module)
+        self._restore_forwards()
+        self._replace_forwards(layers, parameters)
+        self.audited = frozenset()
+        self.proven_calls.clear()
+        self.proof.proven.clear()
+
+    def _replace_forwards(self, layers: list[FoundLayer], parameters: dict[str, ParameterInfo]) -> None:
+        root, self.parameters = self.root_module, parameters
+        for found in layers:
+            forward = self._forwards.get(found.module)
+            if forward is None:
+                forward = self._forwards[found.module] = ReplacedForward(found.module, self, self._root_forward)
+            forward.install(found, is_root=found.module is root)
+            self._installed.append(forward)
+            self.taps.append(forward.tap)
+            self.users.update({*forward.tap.parameters.values()})
+
+    def _restore_forwards(self) -> None:
+        for forward in self._installed:
+            forward.uninstall()
+        self._installed.clear()
+        self.taps.clear()
+        self.users.clear()
 
     def attach(self, listener: Listener) -> None:
         """Install the taps and start to report backwards to a listener (a capture, a gradient rule).

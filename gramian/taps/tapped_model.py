@@ -125,6 +125,8 @@ class TappedModel:
         process uses all samples it sees."""
         self.on_inputs: Callable[[Any], None] = lambda inputs: None
         """Called with (args, kwargs) of every forward of the root in eager mode, except those of a row proof."""
+        self.retap: Callable[[], None] = lambda: None
+        """Finds the layers to be tapped again, after it was established how some of them use weights."""
         self.output_layer: str | None = None
         """Name of the layer whose output, up to views and casts, the last eager forward of the root returned; None: unknown."""
 
@@ -224,6 +226,12 @@ class TappedModel:
             yield self.weights
         finally:
             self.live, self.weights = True, None
+
+    def add_uncalled(self, weights: dict[str, Tensor]) -> None:
+        """Add parameters whose layers did not run to {parameter: tensor that its layer used}; not of sharded models."""
+        for name, p in user_names.named_parameters(self.root_module):
+            if name in self.parameters and self.lockstep.alone and not isinstance(p, DTensor):
+                weights.setdefault(name, p)
 
     def is_batch_free(self, tap: Tap, output: Tensor) -> bool:
         """True if the call of a layer that is under way returns no batch axis (eager mode).

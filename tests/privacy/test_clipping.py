@@ -15,6 +15,7 @@ import gramian
 from gramian.oracles.clipped_sum import clip, clipped_sum
 from gramian.privacy.clipping.clip_factors import SLACK
 from gramian.privacy.options import Tuning
+from gramian.taps.model.whole_layers import whole_classes
 from tests.kit.matrix import FULL, sample, some
 from tests.kit.models import CASES
 from tests.kit.refusals import refusal
@@ -265,6 +266,7 @@ def test_checkpointed_blocks(name: str, storage: str) -> None:
     with private(model, limit, clipping=storage) as run:
         run.engine.backward(p.case.loss(model, *p.batch, reduction="mean"))
         assert_sums(run.gradients(), wanted(p, limit).totals, p.tolerance)
+    assert not whole_classes(model)  # which would be exact whatever the taps count
 
 
 def test_reentrant_checkpoints_are_refused() -> None:

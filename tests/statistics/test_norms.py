@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gramian
 from gramian.taps.gradients import outer
+from gramian.taps.model.whole_layers import whole_classes
 from tests.kit.matrix import sample, some
 from tests.kit.models import CASES
 from tests.oracles import sample_statistics
@@ -262,6 +263,7 @@ def test_checkpointed_blocks_count_once(name: str, audit: bool) -> None:
     with gramian.per_sample_norms(model, audit=audit) as norms:
         p.backward(model, p.batch)
     assert_norms(norms.values, p.norms(), p.tolerance)
+    assert not whole_classes(model)  # which would be exact whatever the taps count
 
 
 def test_a_checkpointed_block_inside_a_layer_without_a_formula_counts_once() -> None:

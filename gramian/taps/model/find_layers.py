@@ -8,8 +8,9 @@ from torch.nn.parameter import is_lazy
 
 from gramian.core.errors import GramianError
 from gramian.taps.model import user_names
+from gramian.taps.model.whole_layers import whole_classes
 from gramian.taps.roles import ParameterInfo
-from gramian.taps.sites import Site, site_for
+from gramian.taps.sites import Generic, Site, site_for
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,15 @@ def discover(root: nn.Module) -> tuple[list[FoundLayer], dict[str, ParameterInfo
     user_name: dict[int, str] = {}
     explained_by_parent: set[int] = set()
     layers: list[FoundLayer] = []
+    whole = whole_classes(root)
     parameters: dict[str, ParameterInfo] = {}
     for name, module in user_names.named_modules(root):
         if isinstance(module, torch.jit.ScriptModule):
             raise GramianError(
                 f"{name or 'model'} (TorchScript) cannot be tapped; expected the module it was made from"
             )
-        site = None if id(module) in explained_by_parent else site_for(module)
+        site = Generic(whole=True) if type(module) in whole and module is not root else site_for(module)
+        site = None if id(module) in explained_by_parent else site
         if site is None and module is not root:
             continue
         owned: dict[str, str] = {}

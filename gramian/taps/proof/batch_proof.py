@@ -5,12 +5,14 @@ of an argument or output may have size B by chance (a mask [T, T] where T is B),
 that it does not have samples.
 """
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from gramian.core.errors import GramianError
 from gramian.taps.model.preserve_state import InitialState
+from gramian.taps.model.whole_layers import restore, take_whole, whole_classes
 from gramian.taps.proof.isolated_runs import undisturbed
 from gramian.taps.proof.output_kinds import OutputKinds, counts_differ
 from gramian.taps.proof.proof_runs import Execute, ProofRuns, Refuted, SecondAxis, refuse
@@ -18,6 +20,8 @@ from gramian.taps.proof.prover import Proven, Prover
 from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.proof.single_unit import SampleAlone
 from gramian.taps.tapped_model import Call, TappedModel
+
+logger = logging.getLogger("gramian.taps")
 
 CollateAlone = Callable[[SampleArguments, Collection[int]], list[SampleAlone]]
 """Function of a batch and row numbers that returns some of these rows, each collated alone by the loader; [] without one."""
@@ -33,6 +37,8 @@ class BatchProof:
     seed: Callable[[], int]
     """Function that returns a seed for the next proof."""
     collate_alone: CollateAlone = lambda samples, among: []
+    unexplained: str = ""
+    """The parameter whose gradient the taps did not explain in the last failure; "": that was about something else."""
 
     def calls(self) -> set[Call]:
         """Run a forward on the batch and return the calls of tapped layers in it (layer, number of earlier calls, rows over B).
@@ -66,7 +72,57 @@ class BatchProof:
         return found
 
     def prove(self, *, sums_only: bool = False) -> Proven | None:
-        """Prove the batch; if that fails for some output and an axis may have size B by chance, again as if it had no samples.
+        """Prove the batch; if that fails, again with what the failure says about the model's layers (arguments as in `once`).
+
+        Layers that use a child's weight without calling the child are tapped as one (`whole_layers`); results without a batch
+        axis carry a copy for each sample (`batch_free`).
+
+        Raises:
+            GramianError: of the first attempt, if nothing is known of such layers, or the last attempt fails, too.
+        """
+        model, root = self.model, self.model.root_module
+        free, whole = model.batch_free, whole_classes(root)
+        failure: GramianError | None = None
+        while True:
+            try:
+                found = self.once(sums_only=sums_only)
+                for kind in whole_classes(root) - whole:
+                    logger.warning(
+                        "%s: uses weights of its children without calling them; run again sample by sample, as one layer",
+                        kind.__name__,
+                    )
+                return found
+            except GramianError as error:
+                failure = failure or error
+            except Exception:  # the user's code may not run on copies, and is then refused as without them
+                if failure is None:
+                    raise
+                self._as_before(free, whole)
+                raise failure from None
+            if self.unexplained and self._may_retap and take_whole(root, self.unexplained):
+                model.retap()
+                continue
+            without = self.batch_free() if model.batch_free is free else {}
+            if not without or without == free:
+                self._as_before(free, whole)
+                raise failure
+            model.batch_free = free | without
+
+    @property
+    def _may_retap(self) -> bool:
+        """True if layers may be tapped as one: no listener needs records of every layer, no process waits for this one."""
+        layers = any(statistic.needs == "layer" for one in self.model.listeners for statistic in one.statistics)
+        return not layers and self.model.lockstep.alone and self.model.tensor_parallel is None
+
+    def _as_before(self, free: dict[str, frozenset[int] | None], whole: frozenset[type]) -> None:
+        """Undo what failed attempts assumed of the model's layers."""
+        self.model.batch_free = free
+        if whole_classes(self.model.root_module) != whole:
+            restore(self.model.root_module, whole)
+            self.model.retap()
+
+    def once(self, *, sums_only: bool = False) -> Proven | None:
+        """Prove the batch as its layers are tapped; if some output fails and an axis may have size B by chance, without it.
 
         Args:
             sums_only: True to show only that the taps' sums are autograd's gradients (part 1 of the proof).
@@ -77,7 +133,7 @@ class BatchProof:
         Raises:
             GramianError: if the proof fails under every assumption about these axes.
         """
-        samples = self.samples
+        samples, self.unexplained = self.samples, ""
         with undisturbed(self.model.root_module, samples.leaves):
             beginning = InitialState(self.model.root_module, samples.leaves)
             first = self._prover(samples, beginning)
@@ -101,6 +157,7 @@ class BatchProof:
                         best, read = replace(found, fixed=fixed), other
                 if best is None:
                     assert failure is not None
+                    self.unexplained = failure.parameter
                     refuse(failure)
                 return best if sums_only else self._of_units(best, read, beginning)
             except GramianError:

@@ -41,6 +41,11 @@ Execute = Callable[[Any], Any]
 class Refuted(Exception):  # noqa: N818
     """Raised if a run of a row proof shows that rows cannot be attributed to samples; names the layer and what differs."""
 
+    def __init__(self, message: str, parameter: str = "") -> None:
+        """Store the message, and the parameter whose gradient the taps do not explain; "": it is about something else."""
+        super().__init__(message)
+        self.parameter = parameter
+
 
 def refuse(failure: Refuted) -> NoReturn:
     """Raise GramianError, the error that users get, with the message of a failed proof."""
@@ -159,6 +164,7 @@ class ProofRuns:
             self.cotangents = [self._cotangent(i, y) if i in chosen else None for i, y in enumerate(outputs)]
             self.row_outputs = {i for i, y in enumerate(outputs) if self.rows_of(y)}
             pairs = [(y, SCALE * g) for y, g in zip(outputs, self.cotangents, strict=True) if g is not None]
+            self._model.add_uncalled(weights)
             return [self._fingerprint(y) for y in outputs], _gradients(pairs, weights)
 
     def on(

@@ -123,11 +123,18 @@ class RowComparison:
         """
         halved = sketches_of(gradients)
         bad = disagreement(base.recorder.totals, halved, AGREES, floor=base.rounding, factors=(SCALE,))
+        if bad is not None and bad[0] not in base.recorder.totals:
+            raise Refuted(
+                f"{bad[0]}: got a gradient, but none through its layer; expected the weight to be used through its own module "
+                "only (not F.linear(x, layer.weight)), or a registered site",
+                bad[0],
+            )
         if bad is not None:
             raise Refuted(
                 f"{bad[0]}: the taps explain a gradient of norm {bad[1] / SCALE:.4g}, autograd computed {bad[2] / SCALE:.4g} "
                 f"({SCALE} times the loss, over {SCALE}); expected the weight to be used through its own module only (not "
-                "F.linear(x, layer.weight)), or a registered site, and a backward that is linear (no hook that normalises)"
+                "F.linear(x, layer.weight)), or a registered site, and a backward that is linear (no hook that normalises)",
+                bad[0],
             )
         return all(sketch.finite for sketch in (*base.recorder.totals.values(), *halved.values()))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.proof.single_unit import SampleAlone
 from gramian.taps.tapped_model import TappedModel, refuse_unseen
 
-T = TypeVar("T")
 Forward = Callable[[Any, Any], Any]
 """Function that runs one forward of the root on (args, kwargs), with or without taps."""
 
@@ -315,8 +314,7 @@ class RowProof:
             GramianError: if the proof fails.
         """
         for samples in groupings:
-            attempt = partial(self._on(samples, execute).prove, sums_only=sums_only)
-            found = self._again_batch_free(samples, execute, attempt)
+            found = self._on(samples, execute).prove(sums_only=sums_only)
             if found is None:
                 self.open_batches += 1
                 self.model.proof_stays_open()
@@ -332,26 +330,6 @@ class RowProof:
                     padded = before.unpadded is None and before.alone.startswith("collated")
                     found = replace(found, unpadded=None if padded else found.unpadded)
                 self.proven[key] = found
-
-    def _again_batch_free(self, samples: SampleArguments, execute: Execute, attempt: Callable[[], T]) -> T:
-        """The result of `attempt`; if it fails and some layers see no batch axis, that of a second one that knows them.
-
-        Raises:
-            GramianError: of the first attempt, if there are no such layers or the second fails, too.
-        """
-        try:
-            return attempt()
-        except GramianError as error:
-            failure, before = error, self.model.batch_free
-            found = self._on(samples, execute).batch_free()
-            if not found or found == before:
-                raise
-        self.model.batch_free = before | found
-        try:
-            return attempt()
-        except Exception:  # of any kind: the user's code may not run on copies, and is then refused as without them
-            self.model.batch_free = before
-            raise failure from None
 
     def repeat(self, key: Any, groupings: Sequence[SampleArguments], execute: Execute) -> None:
         """Repeat one run with replaced samples on this batch, whose structure `key` was proven before.

@@ -1,0 +1,43 @@
+"""Layers that use weights of their children without calling the children (a mixer's `F.conv1d(x, self.conv.weight)`).
+
+No tap on the child sees such a use. The layer around it is then tapped as one layer, its children included, and run again
+sample by sample (the generic site), as `nn.MultiheadAttention` always is. Which classes these are is established by a row
+proof: a weight whose gradient the taps do not explain names the layer around it, and the proof is repeated.
+"""
+
+import weakref
+
+from torch import nn
+
+from gramian.taps.model import user_names
+
+_classes: weakref.WeakKeyDictionary[nn.Module, set[type[nn.Module]]] = weakref.WeakKeyDictionary()
+"""{root module: classes of its layers that are tapped as one}; all layers of a class, since they run the same code."""
+
+
+def whole_classes(root: nn.Module) -> frozenset[type[nn.Module]]:
+    """Classes of the layers of this model that are tapped as one layer, their children included."""
+    return frozenset(_classes.get(root, ()))
+
+
+def take_whole(root: nn.Module, parameter: str) -> bool:
+    """Tap the nearest layer around a parameter's own layer as one from now on, or the next outer one if that one is already.
+
+    Layers that only contain others (`nn.Sequential`) use no weights; the root is never taken. Returns False if no layer is
+    left to take.
+    """
+    known = _classes.setdefault(root, set())
+    modules = dict(user_names.named_modules(root))
+    name = parameter.rpartition(".")[0].rpartition(".")[0]
+    while name:
+        kind = type(modules.get(name, nn.ModuleList()))
+        if kind not in known and kind.forward not in (nn.ModuleList.forward, nn.Sequential.forward):
+            known.add(kind)
+            return True
+        name = name.rpartition(".")[0]
+    return False
+
+
+def restore(root: nn.Module, classes: frozenset[type[nn.Module]]) -> None:
+    """Tap these classes as one, and no others."""
+    _classes[root] = set(classes)

@@ -1,0 +1,155 @@
+"""Layers that use weights of their children without calling them: found by the proof, tapped as one, exact."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gramian
+from gramian.taps.model.whole_layers import whole_classes
+from tests.kit.refusals import refusal
+from tests.taps.checks import wave
+from tests.taps.test_batch_free import assert_norms_of
+
+pytestmark = pytest.mark.oracle
+D = 4
+
+
+def only_directly(own: "Mixer", x: Tensor) -> Tensor:
+    y = F.conv1d(F.pad(own.enter(x).mT, (2, 0)), own.conv.weight, own.conv.bias, groups=D).mT
+    step = F.softplus(F.linear(y, own.rate.weight) + own.rate.bias)
+    state, outputs = x.new_zeros(len(x), D), []
+    for t in range(x.shape[1]):
+        state = state * torch.exp(-step[:, t] * own.decay.exp()) + y[:, t]
+        outputs.append(state)
+    return own.leave(torch.stack(outputs, 1))
+
+
+def called_and_directly(own: "Mixer", x: Tensor) -> Tensor:
+    """The taps explain a part of the gradient of `rate.weight`."""
+    return own.leave(own.rate(x).tanh() + F.linear(x, own.rate.weight.mT) * own.decay)
+
+
+def in_a_penalty_of_each_sample(own: "Mixer", x: Tensor) -> Tensor:
+    return own.leave(own.enter(x) * (own.rate.weight.square().sum() * x.mean((1, 2), keepdim=True)))
+
+
+class Mixer(nn.Module):
+    def __init__(self, use: Callable[["Mixer", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.enter, self.rate, self.leave = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
+        self.conv, self.decay = nn.Conv1d(D, D, 3, groups=D), nn.Parameter(torch.linspace(-1, 1, D))
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self, x)
+
+
+class Around(nn.Module):
+    """Uses a weight of a grandchild, inside a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Sequential(nn.Linear(D, D), nn.Tanh()), nn.Linear(D, D)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts[1](F.linear(self.parts[0](x), self.parts[0][0].weight))
+
+
+def network(*middle: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(D, D), *middle, nn.LayerNorm(D), nn.Linear(D, 3)).double()
+
+
+def batch(samples: int, length: int, seed: int = 1) -> Tensor:
+    return torch.randn(samples, length, D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+USES = [only_directly, called_and_directly, in_a_penalty_of_each_sample]
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_norms_are_those_of_the_loop(use: Callable[..., Tensor]) -> None:
+    """Then a batch of another size, and one sample."""
+    model = network(Mixer(use), Mixer(use))
+    for samples, length in ((3, 5), (5, 4), (1, 5)):
+        assert_norms_of(model, batch(samples, length))
+
+
+def test_the_layer_around_a_list_is_found_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = network(Around())
+    assert_norms_of(model, batch(3, 5))
+    assert_norms_of(model, batch(4, 5))
+    assert [line for line in caplog.messages if "Around: uses weights of its children" in line] == caplog.messages[:1]
+    assert whole_classes(model) == {Around}
+
+
+@pytest.mark.parametrize("use", USES[:2], ids=lambda use: use.__name__)
+def test_private_sums_are_those_of_the_loop(use: Callable[..., Tensor]) -> None:
+    model, x, limit = network(Mixer(use)), batch(4, 5), 0.5
+    want = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for one in x:
+        found = torch.autograd.grad(
+            wave(model, one[None], reduction="sum"), list(model.parameters()), allow_unused=True
+        )
+        found = [torch.zeros_like(p) if g is None else g for p, g in zip(model.parameters(), found, strict=True)]
+        norm = torch.stack([g.square().sum() for g in found]).sum().sqrt()
+        for (name, _), g in zip(model.named_parameters(), found, strict=True):
+            want[name] += g * min(1.0, limit / float(norm))
+    engine = gramian.PrivacyEngine(insecure_reproducible=True, seed=7)
+    private, optimizer, _ = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=torch.utils.data.DataLoader(list(x), batch_size=4),
+        noise_multiplier=0.0, max_grad_norm=limit, poisson_sampling=False, loss_reduction="sum",
+    )  # fmt: skip
+    wave(private, x, reduction="sum").backward()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(4 * (before[name] - p), want[name], rtol=1e-9, atol=1e-12)
+
+
+def test_curvature_refuses_until_it_is_known_and_then_has_diagonals() -> None:
+    model, x = network(Mixer(only_directly)), batch(3, 5)
+    kfac = gramian.KFACNaturalGradient()
+    with refusal(r"1\.\w+\.\w+: got a gradient, but none through its layer"), kfac.capture(model, num_terms=3):
+        wave(model, x).backward()
+    assert_norms_of(model, x)
+    again = gramian.KFACNaturalGradient()
+    with again.capture(model, num_terms=3):
+        wave(model, x).backward()
+    assert set(again.compute_natural_gradient(model)) == {name for name, _ in model.named_parameters()}
+
+
+class Coupled(nn.Module):
+    """Uses a child's weight, and mixes samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x - x.mean(0), self.child.weight)
+
+
+def test_what_is_still_not_exact_is_refused_and_leaves_no_trace() -> None:
+    model = network(Coupled())
+    with refusal(r"1\.child\.weight: got a gradient, but none through its layer"), gramian.per_sample_norms(model):
+        model(batch(3, 5))
+    assert not whole_classes(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_root_that_uses_a_weight_is_refused() -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(self.first(x), self.second.weight)
+
+    with refusal(r"second\.weight: got a gradient, but none through its layer"):
+        assert_norms_of(Root().double(), batch(3, 5))
