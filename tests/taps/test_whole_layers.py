@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import gramian
 from gramian.taps.model.whole_layers import whole_classes
 from tests.kit.refusals import refusal
+from tests.oracles import sample_statistics
 from tests.taps.checks import wave
 from tests.taps.test_batch_free import assert_norms_of
 
@@ -153,3 +154,30 @@ def test_a_root_that_uses_a_weight_is_refused() -> None:
 
     with refusal(r"second\.weight: got a gradient, but none through its layer"):
         assert_norms_of(Root().double(), batch(3, 5))
+
+
+class TwoTowers(nn.Module):
+    """Returns logits between all samples and embeddings of each, scaled by a parameter of its own (as CLIP does)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.scale = nn.Linear(D, D), nn.Linear(D, D), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        left, right = self.left(x.mean(1)), self.right(x.amax(1))
+        return {"logits": self.scale.exp() * left @ right.mT, "left": left, "right": right}
+
+
+def test_a_loss_of_embeddings_is_exact_beside_logits_between_samples() -> None:
+    model, x = TwoTowers().double(), batch(3, 5)
+
+    def loss(own: nn.Module, rows: Tensor) -> Tensor:
+        found = own(rows)
+        return (found["left"] * found["right"].tanh()).sum()
+
+    want = sample_statistics.per_sample_norms(model, loss, (x,))
+    with gramian.per_sample_norms(model, loss_reduction="sum") as norms:
+        loss(model, x).backward()
+    torch.testing.assert_close(norms.values, want, rtol=1e-9, atol=0)
+    with refusal("output 0 of the model couples samples"), gramian.per_sample_norms(model, loss_reduction="sum"):
+        F.cross_entropy(model(x)["logits"], torch.arange(3), reduction="sum").backward()

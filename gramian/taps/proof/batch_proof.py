@@ -23,6 +23,8 @@ from gramian.taps.tapped_model import Call, TappedModel
 
 logger = logging.getLogger("gramian.taps")
 
+MOST_ALONE = 12
+"""Largest number of outputs that are proven each by itself where all together fail."""
 CollateAlone = Callable[[SampleArguments, Collection[int]], list[SampleAlone]]
 """Function of a batch and row numbers that returns some of these rows, each collated alone by the loader; [] without one."""
 
@@ -150,7 +152,10 @@ class BatchProof:
                     rows = [0 if i in fixed else count for i, count in enumerate(samples.rows)]
                     other = replace(samples, rows=rows)
                     prover = self._prover(other, beginning, second_axis)
-                    found, _ = self._attempt(prover, sums_only)
+                    try:
+                        found, _ = self._attempt(prover, sums_only)
+                    except GramianError:  # of a layer that cannot be read in this way
+                        continue
                     if found is None or (fixed and not prover.fits_alone):
                         continue  # a sample that runs alone with all of an input shows that samples have no part of it
                     if best is None or len(found.open_outputs) < len(best.open_outputs):
@@ -209,14 +214,17 @@ class BatchProof:
         self._refuse_irreplaceable()
         if prover.open:
             return None
-        found, failure = None, None
+        found, failure, reasons = None, None, dict[int, str]()
         try:
             found = prover.prove(outputs.choose_rows)
-        except Refuted as refuted:
-            if outputs.rows:
-                raise
-            failure = refuted
-        reasons = dict(outputs.odd)
+        except (Refuted, GramianError) as error:
+            if outputs.rows or isinstance(error, GramianError):
+                found, reasons = self._rows_alone(prover, outputs)
+                if found is None:
+                    raise
+            else:
+                failure = error
+        reasons |= outputs.odd
         if failure is not None and outputs.scalars:
             reasons[outputs.scalars[0]] = outputs.couples(outputs.scalars[0], failure)
         for scalar in outputs.scalars[0 if outputs.rows else 1 :]:
@@ -238,6 +246,20 @@ class BatchProof:
             prover.prove(lambda _: list(outputs.odd), sums_only=True)  # a tap that refuses a layer says more
             raise Refuted(f"{reason}; expected one row for each sample")
         return replace(found, open_outputs=reasons, runs=prover.runs.count)
+
+    def _rows_alone(self, prover: Prover, outputs: OutputKinds) -> tuple[Proven | None, dict[int, str]]:
+        """What is shown of outputs with rows each by itself, and {output: why it is not}, where together they failed.
+
+        Of a model that returns logits between all samples and embeddings of each (CLIP) a loss may use the embeddings.
+        """
+        found, reasons = None, dict[int, str]()
+        for number in outputs.rows if 1 < len(outputs.rows) <= MOST_ALONE else ():
+            try:
+                alone = prover.prove(lambda _, number=number: [number])  # type: ignore[misc]
+                found = alone if found is None else replace(found, calls=found.calls | alone.calls)
+            except (Refuted, GramianError) as error:
+                reasons[number] = outputs.couples(number, error)
+        return found, reasons
 
     def _of_units(self, found: Proven | None, samples: SampleArguments, beginning: InitialState) -> Proven | None:
         """Check whether rows of one unit are independent too, so that the proof `found` holds for any grouping into units.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -368,7 +368,9 @@ def _execute(forward: Forward, arguments: Any) -> Any:
     return forward(*arguments)
 
 
-def _refuse_gradient(reason: str, gradient: Tensor) -> NoReturn:
+def _refuse_gradient(reason: str, gradient: Tensor | None) -> None:
+    if gradient is None or not bool(gradient.any()):
+        return  # of another output of the same layer
     raise GramianError(
         f"{reason}, and a backward goes through it; expected a loss of outputs with one row for each sample, and a model that "
         "does not return what it goes on with (use_cache=False)"

@@ -173,7 +173,9 @@ class Generic(Site):
             return {name: ExplicitGradient(p.new_zeros(0, *p.shape)) for name, p in trained.items()}
         arguments = [call.names[i] for i in call.places]
         failure: GramianError | None = None
-        for layouts in self.input_layouts(arguments, inputs, call.output_rows, batch):
+        candidates = self.input_layouts(arguments, inputs, call.output_rows, batch)
+        nobodys: list[list[Layout]] = [["shared"] * len(inputs)]
+        for layouts in nobodys if call.copies else candidates:
             try:
                 gradients = self._by_sample(module, call, inputs, layouts, output_gradients, digests, trained, batch)
             except GramianError as error:
@@ -184,7 +186,15 @@ class Generic(Site):
             narrowest = min([*dtypes, *([dtype] if enabled else [])], key=lambda dtype: dtype.itemsize)
             return {name: ExplicitGradient(gradients[name].detach(), narrowest) for name in trained}
         assert failure is not None
-        raise failure
+        used = [i for i, g in enumerate(output_gradients) if bool(g.any())]
+        if not 0 < len(used) < len(output_gradients):
+            raise failure
+        # outputs that the loss does not use may couple samples: logits between all of a batch, say
+        fewer = replace(
+            call, observed=[call.observed[i] for i in used], output_rows=[call.output_rows[i] for i in used]
+        )
+        left = [*inputs, *(digests[i] for i in used)]
+        return self.gradients(module, left, [output_gradients[i] for i in used], batch, fewer)
 
     def _by_sample(
         self,
