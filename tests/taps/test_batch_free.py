@@ -60,8 +60,19 @@ def checkpointed(own: "Positions", x: Tensor) -> Tensor:
     return checkpoint(lambda t: added(own, t), x, use_reentrant=False)
 
 
+def in_windows(own: "Positions", x: Tensor) -> Tensor:
+    """As Swin: every sample has several windows, and a small network makes one bias [1, H, N, N] for all of them."""
+    windows = own.qk(F.pad(x, (0, 0, 0, x.shape[1] % 2))).unflatten(1, (-1, 2)).flatten(0, 1)
+    q, k = (windows.unflatten(-1, (2, H, D // H))[:, :, i].transpose(1, 2) for i in (0, 1))
+    table = torch.linspace(-1, 1, 4 * D).view(1, 2, 2, D).to(x)
+    bias = F.relu(own.norm(own.out(table)), inplace=True)[..., :H].permute(0, 3, 1, 2)
+    found = F.scaled_dot_product_attention(q, k, k, attn_mask=bias).transpose(1, 2).flatten(2)
+    return found.unflatten(0, (len(x), -1)).flatten(1, 2)
+
+
 USES: list[Callable[["Positions", Tensor], Tensor]] = [
     bias_in_scores, bias_added_in_place, added, given_a_batch_axis, through_layers, in_an_einsum, under_dropout, checkpointed,
+    in_windows,
 ]  # fmt: skip
 
 

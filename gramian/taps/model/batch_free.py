@@ -7,10 +7,12 @@ is that of sample b. No value changes. The row proof then checks, as for any mod
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from gramian.core.errors import GramianError
@@ -120,25 +122,30 @@ def with_rows(output: Tensor) -> Tensor:
 def _run(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     free = [leaf for leaf in leaves if isinstance(leaf, BatchFree)]
+    for leaf in free if name.endswith("_") or kwargs.get("inplace") or any(one is True for one in args) else ():
+        leaf.rows = leaf.rows.contiguous()  # copies that an operation writes into have their own memory
     batch, axes = free[0].rows.shape[0], max(leaf.dim() for leaf in free)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     broadcasts = all(leaf.dim() < axes or (axes > 0 and leaf.shape[0] == 1) for leaf in free)
 
-    def has_batch(t: Tensor) -> bool:
-        fits = t.dim() > axes or (broadcasts and t.dim() == axes > 0)
-        return fits and t.shape[0] == batch and not isinstance(t, BatchFree)
+    def rows_of(t: Tensor) -> int:
+        """Rows of each sample in a tensor with a batch axis; beside [1, …] several (windows of an image); 0: it has none."""
+        alike = broadcasts and t.dim() == axes > 0
+        if isinstance(t, BatchFree) or not (t.dim() > axes or alike) or not t.shape[0]:
+            return 0
+        return t.shape[0] // batch if t.shape[0] == batch or (alike and t.shape[0] % batch == 0) else 0
 
-    with_batch = any(has_batch(leaves[i]) for i in places)
-    if with_batch and all(leaf.dim() == axes and broadcasts for leaf in free):  # [1, …] beside [B, …]
+    rows = max(rows_of(leaves[i]) for i in places)
+    if rows == 1 and all(leaf.dim() == axes and broadcasts for leaf in free):  # [1, …] beside [B, …]
         own = [leaf.rows[:, 0] if isinstance(leaf, BatchFree) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(own, spec)
         return func(*args, **kwargs)
     given = [
-        leaf.rows if isinstance(leaf, BatchFree) else leaf.unsqueeze(1) if has_batch(leaf) else leaf
+        leaf.rows if isinstance(leaf, BatchFree) else leaf.unflatten(0, (batch, -1)) if rows_of(leaf) else leaf
         for leaf in (leaves[i] for i in places)
     ]
-    copies = tuple(0 if isinstance(leaves[i], BatchFree) or has_batch(leaves[i]) else None for i in places)
+    copies = tuple(0 if isinstance(leaves[i], BatchFree) or rows_of(leaves[i]) else None for i in places)
     specs: list[Any] = []
 
     def of_one(*tensors: Tensor) -> tuple[Any, ...]:
@@ -150,9 +157,11 @@ def _run(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         specs.append(structure)
         return tuple(found)
 
-    results = torch.vmap(of_one, in_dims=copies, randomness="same")(*given)
-    if with_batch:
-        found = [_in_place(t, name) for t in results]
+    # under vmap attention does not see that its mask has a gradient, which its faster kernels do not compute
+    with sdpa_kernel(SDPBackend.MATH) if name == "scaled_dot_product_attention" else nullcontext():
+        results = torch.vmap(of_one, in_dims=copies, randomness="same")(*given)
+    if rows:
+        found = [_in_place(t, name, rows) for t in results]
     else:
         grown = results[0].dim() - 1 > axes or broadcasts
         repeated = name in REPEATS and grown and results[0].dim() > 1 and results[0].shape[1] == batch
@@ -160,9 +169,9 @@ def _run(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
     return pytree.tree_unflatten(found, specs[0])
 
 
-def _in_place(result: Tensor, name: str) -> Tensor:
-    """Results [B, 1, …] of single samples as one of the batch, [B, …]."""
-    if result.dim() < 2 or result.shape[1] != 1:
+def _in_place(result: Tensor, name: str, rows: int) -> Tensor:
+    """Results [B, rows, …] of single samples as one of the batch, [B·rows, …]."""
+    if result.dim() < 2 or result.shape[1] != rows:
         raise GramianError(
             f"{name}: takes a result without a batch axis, and returns none with the batch as first axis; "
             "expected the batch first"

@@ -55,10 +55,11 @@ class BatchProof:
             except Refuted as failure:
                 refuse(failure)
 
-    def batch_free(self) -> dict[str, frozenset[int] | None]:
+    def batch_free(self, ones: bool = False) -> dict[str, frozenset[int] | None]:
         """{layer: numbers of calls that return as many rows in a forward with one more sample, but not one; None: all}.
 
-        Two forwards; {} if one of them fails, rows are grouped, or other processes gather weights in every run.
+        `ones`: calls that return one row count as well, which otherwise stands for all samples. Two forwards;
+        {} if one of them fails, rows are grouped, or other processes gather weights in every run.
         """
         batch = self.samples.batch
         if self.model.batch_size is not None or self.samples.units is not None or not self.model.lockstep.alone:
@@ -69,7 +70,7 @@ class BatchProof:
         found: dict[str, frozenset[int] | None] = {}
         for name, sizes in here.items():
             pairs = enumerate(zip(sizes, there.get(name, []), strict=False))
-            calls = frozenset(number for number, (size, other) in pairs if size == other != 1)
+            calls = frozenset(number for number, (size, other) in pairs if size == other and (ones or size != 1))
             found |= {name: calls if len(calls) < len(sizes) else None} if calls else {}
         return found
 
@@ -85,6 +86,7 @@ class BatchProof:
         model, root = self.model, self.model.root_module
         free, whole = model.batch_free, whole_classes(root)
         failure: GramianError | None = None
+        kinds = iter((False, True))
         while True:
             try:
                 found = self.once(sums_only=sums_only)
@@ -104,8 +106,10 @@ class BatchProof:
             if self.unexplained and self._may_retap and take_whole(root, self.unexplained):
                 model.retap()
                 continue
-            without = self.batch_free() if model.batch_free is free else {}
-            if not without or without == free:
+            without = next(
+                (found for found in map(self.batch_free, kinds) if found and found != model.batch_free), None
+            )
+            if without is None:
                 self._as_before(free, whole)
                 raise failure
             model.batch_free = free | without
