@@ -28,8 +28,8 @@ from gramian.taps.model.find_layers import discover
 from gramian.taps.model.preserve_state import preserve_state
 from gramian.taps.model.run_eagerly import run_eagerly
 from gramian.taps.model.user_names import is_compiled, unwrap
-from gramian.verify.model_report import KFAC_NAMES, Finding, LayerGroup, ModelCheck, Verdict
-from gramian.verify.model_runs import SMOOTH, ModelRuns
+from gramian.verify.user_model.model_report import KFAC_NAMES, Finding, LayerGroup, ModelCheck, Verdict
+from gramian.verify.user_model.model_runs import SMOOTH, ModelRuns
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """{narrowest dtype of the model: largest relative error that counts as exact}; ten times as much for float32 on a GPU, whose
@@ -191,13 +191,14 @@ class _Examination:
             "coupled",
             f"the {'model' if changed else 'loss'} couples the samples of a batch by design{changed}: its gradient is not "
             f"the sum of its samples' gradients (relative difference {error:.2g}), so no tool can compute them exactly",
-            "no statistics over the batch, and a loss that is a sum or mean of one term for each sample",
+            "no statistics over the batch, and a loss that is a sum or mean of one term for each sample"
+            + ", or model.double() if this may be rounding" * (self.dtype != torch.float64),
         )
 
     def _private(self) -> None:
         norms_B = self._norms_B
         limit = 1.0 if norms_B is None else 0.97 * float(norms_B.median()) or 1.0
-        if self.runs.mode:
+        if self.runs.mode and self.runs.repeats:
             self.runs.private(limit, own_mode=True)
         found_B, gradient = self.runs.private(limit)
         self._norms(found_B)
@@ -209,7 +210,7 @@ class _Examination:
         self._measured("private sum", error, f"clipped sums of all parameters, the worst {name},")
 
     def _captured(self) -> None:
-        if self.runs.mode:
+        if self.runs.mode and self.runs.repeats:
             self.runs.captured_norms(own_mode=True)
         self._norms(self.runs.captured_norms())
 
