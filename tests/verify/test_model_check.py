@@ -26,6 +26,15 @@ def verdicts(report: ModelCheck) -> dict[str, str]:
 EXACT = {"samples apart": "exact", "per-sample norms": "exact", "private sum": "exact", "K-FAC": "approximated"}
 
 
+class Function(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.function(h)
+
+
 class Own(nn.Module):
     """Two layers with a function of the user's between them, and a parameter of its own."""
 
@@ -70,7 +79,7 @@ def test_a_model_of_known_layers_is_exact_and_is_left_as_it_was(capsys: pytest.C
     assert model not in hub._hub_of  # no proof of the check counts for what the user does later
 
 
-@pytest.mark.parametrize("wrong", ["norms", "sum"])
+@pytest.mark.parametrize("wrong", ["norms", "sum", "nan"])
 def test_numbers_that_are_not_those_of_single_samples_are_wrong(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = ModelRuns.private
 
@@ -78,13 +87,12 @@ def test_numbers_that_are_not_those_of_single_samples_are_wrong(wrong: str, monk
         norms, gradient = right(runs, limit, own_mode)
         if wrong == "norms":
             return norms * torch.tensor([1, 1.001, 1]), gradient
-        gradient._left[runs.names.index("head.bias")][0] += 1e-2
+        gradient._left[runs.names.index("head.bias")][0] += 1e-2 if wrong == "sum" else float("nan")
         return norms, gradient
 
     monkeypatch.setattr(ModelRuns, "private", private)
     report = gramian.check(Own(), X, show=False)
-    bad = {"norms": ["per-sample norms"], "sum": ["private sum", "Linear"]}
-    assert not report.ok and report.bad == bad[wrong]
+    assert report.bad == (["per-sample norms"] if wrong == "norms" else ["private sum", "Linear"]) and not report.ok
     assert wrong == "norms" or "head.bias" in report.finding("private sum").text
 
 
@@ -101,11 +109,8 @@ def test_batch_norm_is_refused_by_name_with_what_to_change_and_is_exact_in_evalu
 
 
 def test_a_model_that_couples_samples_is_said_to_be_coupled_and_its_layer_is_named() -> None:
-    class Centred(nn.Module):
-        def forward(self, h: Tensor) -> Tensor:
-            return h - h.mean(0)
-
-    report = gramian.check(nn.Sequential(nn.Linear(5, 7), Centred(), nn.Tanh(), nn.Linear(7, 3)), X, show=False)
+    centred = Function(lambda h: h - h.mean(0))
+    report = gramian.check(nn.Sequential(nn.Linear(5, 7), centred, nn.Tanh(), nn.Linear(7, 3)), X, show=False)
     found = report.finding("samples apart")
     assert found.verdict == "coupled" and "the model couples" in found.text and "no tool" in found.text
     assert report.bad == ["samples apart", "private sum", "per-sample norms"]
@@ -133,6 +138,18 @@ def test_an_error_of_the_forward_is_a_finding_with_its_message_and_line() -> Non
     found = report.finding("forward")
     assert found.verdict == "failed" and "shapes cannot be multiplied" in found.text
     assert "test_model_check.py, line" in found.text and report.bad == ["forward"] and model.calls == 0
+
+
+def test_a_backward_that_fails_is_a_finding_and_a_sample_that_does_not_run_alone_is_said() -> None:
+    broken = gramian.check(Own(lambda h: h.detach()), X, lambda z, _: z.detach().sum(), show=False)
+    assert "does not require grad" in broken.finding("samples apart").text and not broken.ok
+
+    def pair(h: Tensor) -> Tensor:
+        return h.squeeze().flatten(1)  # of one sample there is one axis alone
+
+    report = gramian.check(nn.Sequential(nn.Linear(5, 7), Function(pair), nn.Linear(7, 3)), X, show=False)
+    assert report.ok and "a sample does not run alone: IndexError" in report.finding("samples apart").text
+    assert verdicts(report)["private sum"] == "not examined"
 
 
 def test_a_refusal_of_the_taps_is_a_finding() -> None:

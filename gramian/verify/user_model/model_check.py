@@ -159,9 +159,7 @@ class _Examination:
         runs = self.runs
         mode = "training" if runs.root.training else "evaluation"
         found = [f"{runs.count} of {runs.batch} samples, {str(self.dtype)[6:]} on {self._device}, {mode} mode"]
-        found += [f"{runs.mode} for the comparison with single samples" if runs.repeats else runs.mode] * bool(
-            runs.mode
-        )
+        found += [f"{runs.mode} for the comparison with single samples"] * bool(runs.mode)
         found += [SMOOTH if runs.loss is None else f"your loss{', a mean over samples' * runs.mean}"]
         self.add("examined", "note", "; ".join(found))
         if self._compiled:
@@ -171,10 +169,11 @@ class _Examination:
 
     def _coupling(self) -> None:
         if not self.runs.repeats:
-            self._why_not = "its outputs are random"
+            self._why_not = "the outputs are random in evaluation mode, too"
             return
+        whole = self.runs.batch_gradient()
         try:
-            error, norms_B = self.runs.compare_with_alone()
+            error, norms_B = self.runs.compare_with_alone(whole)
         except Exception as problem:  # taps accept such models, by a copy beside the sample
             self.add("samples apart", "not examined", f"a sample does not run alone: {_told(problem)}")
             return
@@ -198,7 +197,7 @@ class _Examination:
     def _private(self) -> None:
         norms_B = self._norms_B
         limit = 1.0 if norms_B is None else 0.97 * float(norms_B.median()) or 1.0
-        if self.runs.mode and self.runs.repeats:
+        if self.runs.mode:
             self.runs.private(limit, own_mode=True)
         found_B, gradient = self.runs.private(limit)
         self._norms(found_B)
@@ -210,7 +209,7 @@ class _Examination:
         self._measured("private sum", error, f"clipped sums of all parameters, the worst {name},")
 
     def _captured(self) -> None:
-        if self.runs.mode and self.runs.repeats:
+        if self.runs.mode:
             self.runs.captured_norms(own_mode=True)
         self._norms(self.runs.captured_norms())
 
@@ -246,11 +245,13 @@ class _Examination:
 
     def _measured(self, subject: str, error: float, what: str) -> None:
         verdict: Verdict = "exact" if error <= self.tolerance else "wrong"
-        change = (
-            "" if verdict == "exact" else "the same in float64, model.double(): rounding may be more in deep models"
-        )
-        self.add(subject, verdict, f"{what} {'are' if verdict == 'exact' else 'differ from'} those of single samples "
-                 f"{self._within(error)}", change)  # fmt: skip
+        text, change = f"{what} are those of single samples {self._within(error)}", ""
+        if verdict == "wrong":
+            text, change = (
+                text.replace(" are ", " differ from ", 1),
+                "the same in float64 (model.double()), without rounding",
+            )
+        self.add(subject, verdict, text, change)
 
     def _within(self, error: float) -> str:
         return f"(error {error:.1g}, tolerance {self.tolerance:.0e})"
@@ -265,9 +266,8 @@ class _Examination:
             return []
         for layer in layers:
             if layer.site is not None:
-                found.setdefault((type(layer.module).__name__, layer.site.kind), []).append(
-                    [*layer.parameters.values()]
-                )
+                key = type(layer.module).__name__, layer.site.kind
+                found.setdefault(key, []).append([*layer.parameters.values()])
         groups = []
         for (layers_name, formula), each in found.items():
             names = dict.fromkeys(name for own in each for name in own)

@@ -97,9 +97,8 @@ class ModelCheck:
             tables[0].add_column(heading, justify="right" if heading == "parameters" else "left")
         for group in self.layers:
             name = group.layers if group.count == 1 else f"{group.layers} ×{group.count}"
-            sizes = [f"{group.parameters:,}"] * bool(group.parameters) + [f"{group.frozen:,} frozen"] * bool(
-                group.frozen
-            )
+            parts = ((group.parameters, ""), (group.frozen, " frozen"))
+            sizes = [f"{entries:,}{word}" for entries, word in parts if entries]
             size, kfac = " + ".join(sizes) or "tied", ", ".join(KFAC_NAMES[kind] for kind in group.kfac)
             tables[0].add_row(Text(name), group.formula, size, _verdict(group.verdict), kfac)
         for heading in ("claim", "verdict", "what was found"):

@@ -32,6 +32,8 @@ from gramian.taps.sites.site import first_tensor
 
 MOST = 3
 """Largest number of samples that are run."""
+REPEATS = 5
+"""Number of forwards with other random numbers that must have the same outputs for a model that draws some."""
 SMOOTH = "a smooth loss of the model's first output in place of yours (loss=)"
 FLOOR = 0.1
 """Errors of a parameter are relative to its own size and this share of all parameters': some gradients, such as those of the
@@ -66,10 +68,11 @@ class Remainder:
                 self._left[i] = -factor * wide(g) if left is None else left.sub_(wide(g), alpha=factor)
 
     def errors(self) -> list[float]:
-        """‖rest‖ / (size + FLOOR · size of all) of each parameter."""
+        """‖rest‖ / (size + FLOOR · size of all) of each parameter; infinite where it is not a number."""
         floor = FLOOR * max(math.hypot(*self._sizes), self._begin) + 1e-30
         left = [0.0 if rest is None else _norm(rest) for rest in self._left]
-        return [rest / (size + floor) for rest, size in zip(left, self._sizes, strict=True)]
+        found = [rest / (size + floor) for rest, size in zip(left, self._sizes, strict=True)]
+        return [math.inf if math.isnan(error) else error for error in found]
 
 
 class ModelRuns:
@@ -145,14 +148,17 @@ class ModelRuns:
             self._state.restore()
             with quiet():
                 self._outputs = [y.detach() for y in output_tensors(self._forward(self._everyone)[0])]
-                if not self._state.drew:
-                    return
-                with self._state.advanced():  # some models draw numbers that they do not use
-                    self._state.restore()
-                    again = output_tensors(self._forward(self._everyone)[0])
-            if all(map(torch.equal, self._outputs, again)):
+            if not self._state.drew:
                 return
-        self.mode, self._quiet, self.repeats = "outputs are random in evaluation mode, too", nullcontext, False
+        for _ in range(REPEATS):  # some models draw numbers in evaluation mode that they do not use
+            with self._state.advanced(), quiet():
+                self._state.restore()
+                again = output_tensors(self._forward(self._everyone)[0])
+            if not all(map(torch.equal, self._outputs, again)):
+                break
+        else:
+            return
+        self.mode, self._quiet, self.repeats = "", nullcontext, False
 
     def _is_mean(self) -> bool:
         """True if the loss is one number, and nearer to the mean of what it is for each sample than to their sum."""
@@ -160,8 +166,10 @@ class ModelRuns:
             losses = self._loss_of(self._everyone)
             if losses.numel() > 1:
                 return False
-            whole, total = losses.item(), sum(self._loss_of([i]).item() for i in self._everyone)
-        return abs(whole - total / self.count) < abs(whole - total)
+            with suppress(Exception):  # a sample may not run alone
+                whole, total = losses.item(), sum(self._loss_of([i]).item() for i in self._everyone)
+                return abs(whole - total / self.count) < abs(whole - total)
+        return False
 
     # ---- one run ---------------------------------------------------------------------------------------------------
 
@@ -212,11 +220,15 @@ class ModelRuns:
 
     # ---- comparisons -----------------------------------------------------------------------------------------------
 
-    def compare_with_alone(self) -> tuple[float, Tensor]:
-        """(largest error of the batch's gradient against Σ_i g_i, norms ‖g_i‖ of the samples alone)."""
+    def batch_gradient(self) -> Remainder:
+        """Gradient of the batch, without gramian; names of parameters that have none go into `unused`."""
         gradients, _ = self._gradients(self._everyone)
         self.unused = [name for name, g in zip(self.names, gradients, strict=True) if g is None]
-        rest, norms = Remainder(gradients), []
+        return Remainder(gradients)
+
+    def compare_with_alone(self, rest: Remainder) -> tuple[float, Tensor]:
+        """(largest error of the batch's gradient against Σ_i g_i, norms ‖g_i‖ of the samples alone)."""
+        norms = []
         for i in self._everyone:
             alone, sizes = self._gradients([i])
             rest.subtract(alone, sizes)
