@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gramian.privacy import PrivacyEngine
     from gramian.statistics import DiagonalFisher, Health, NoiseScale, PerSampleNorms, per_sample_norms
     from gramian.taps import Capture, Site, register_site
+    from gramian.verify.user_model.model_check import check
 
     observe = Capture
 
@@ -31,6 +32,7 @@ __all__ = [
     "PerSampleNorms",
     "PrivacyEngine",
     "Site",
+    "check",
     "distill",
     "observe",
     "per_sample_norms",
@@ -41,6 +43,7 @@ __all__ = [
 _OWNERS = {
     "KFACNaturalGradient": "curvature",
     "PrivacyEngine": "privacy",
+    "check": "verify.user_model.model_check",
     "precondition": "optim.precondition",
     **dict.fromkeys(("DiagonalFisher", "Health", "NoiseScale", "PerSampleNorms", "per_sample_norms"), "statistics"),
     **dict.fromkeys(("Site", "observe", "register_site"), "taps"),

@@ -20,7 +20,7 @@ COMMANDS = {
     "init": ("init", "write a commented run.toml for your text, your model folder or the embedded corpus"),
     "train": ("train", "train a model as a config says, or resume its run"),
     "cache": ("cache", "write a teacher's signal to disk"),
-    "doctor": ("doctor", "examine a run before it starts"),
+    "doctor": ("doctor", "examine a run before it starts, or what of a model folder is exact"),
     "eval": ("eval", "perplexity of a run's model, or a text by it"),
     "export": ("export", "write a run's best model as a folder that other programs load"),
     "report": ("report", "one page of curves and tables from the folders of runs"),

@@ -166,3 +166,22 @@ def hub_of(model: nn.Module) -> Hub:
     if root not in _hub_of:
         _hub_of[root] = Hub(root)
     return _hub_of[root]
+
+
+@contextmanager
+def separate_hub(model: nn.Module) -> Iterator[None]:
+    """Context manager: the model has a new hub, to which no earlier proof or audit counts; afterwards its own, unchanged.
+
+    Raises:
+        GramianError: if a capture is open on the model, or it is private.
+    """
+    root = user_names.unwrap(model)
+    before = _hub_of.pop(root, None)
+    try:
+        if before is not None and before.live:
+            raise GramianError("model: is private, or inside an open capture; expected the model before that")
+        yield
+    finally:
+        _hub_of.pop(root, None)
+        if before is not None:
+            _hub_of[root] = before

@@ -497,9 +497,10 @@ def case(seed: int) -> Case:
     command = draw.choices([*DRAFTS], [WEIGHTS.get(name, 1) for name in DRAFTS])[0]
     draft = DRAFTS[command](draw)
     if seed >= SLOW_IMPORT and draw.random() < 0.05:
-        if command == "curvature" and draw.random() < 0.5:
+        if command in ("curvature", "doctor") and draw.random() < 0.5:
             draft.tables, draft.positional = None, []
-            draft.options = {"--model": ["w/hf"], "--text": ["w/book.txt"], "--length": ["8"], **draft.options}
+            length = {"--length": ["8"]} if command == "curvature" else {}
+            draft.options = {"--model": ["w/hf"], "--text": ["w/book.txt"], **length, **draft.options}
         elif draft.tables is not None and "teacher" not in draft.tables and draft.tables["data"]["source"] == "text":
             draft.tables["model"] = {**draft.tables["model"], **FOLDER["model"]}
         elif command == "init":

@@ -48,6 +48,10 @@ NAMED: dict[str, tuple[tuple[str, ...], bytes | None, str]] = {
     "a name too long for an export": (("export", "w/run", LONG), None, "aaaa"),
     "data that is refused after the folder was taken": (
         ("train", CONFIG), tiny(data={"files": ["w/empty"]}), "data.files: w/empty has no file to read; expected "),
+    "neither a config nor a model folder": (("doctor",), None, "doctor: expected either CONFIG.toml or --model FOLDER"),
+    "a config and a model folder": (("doctor", CONFIG, "--model", "w"), tiny(), "doctor: expected either CONFIG.toml or "),
+    "text for a config": (("doctor", CONFIG, "--text", "w/book.txt"), tiny(), "argument --text: is for --model; expected it "),
+    "a folder without a model": (("doctor", "--model", "w/empty"), None, "argument --model: w/empty has no config.json; "),
     "a folder that holds no cache": (
         ("train", CONFIG, "teacher.source=hidden", "teacher.cache=none"), tiny(), "teacher.cache: none has no manifest.json;"),
 }  # fmt: skip

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from gramian.cli import main
+from tests.train.test_examples import save_model
 
 SMALL = """
 [run]
@@ -74,6 +75,9 @@ def test_private_data_is_labelled(small: str, capsys: pytest.CaptureFixture[str]
         (["small.toml", "model.widht=3"], "did you mean model.width?"),
         (["small.toml", "data.source=text", 'data.files=["none.txt"]'], "none.txt"),
         (["small.toml", "model.kind=huggingface", "model.path=none"], "model.path: none has no config.json"),
+        (["--model", "none"], "argument --model: none has no config.json; expected the folder of a Hugging Face model"),
+        (["small.toml", "--model", "none"], "doctor: expected either CONFIG.toml or --model FOLDER"),
+        (["small.toml", "--text", "none"], "argument --text: is for --model"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(
@@ -83,6 +87,37 @@ def test_bad_input_is_one_line_and_exit_2(
     complaint = capsys.readouterr().err
     assert line in complaint
     assert complaint.count("\n") == 1
+
+
+def test_a_model_folder_that_is_exact_is_exit_0_also_on_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(tmp_path / "model", layers=1)
+    before = sorted(path.name for path in (tmp_path / "model").iterdir())
+    (tmp_path / "book.txt").write_text("It was the best of times, it was the worst of times. " * 9)
+    assert main(["doctor", "--model", str(tmp_path / "model"), "--text", str(tmp_path / "book.txt")]) == 0
+    printed = capsys.readouterr().out
+    assert "Conv1D ×4" in printed and "nothing is refused or wrong (3 samples" in printed
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == before
+    (tmp_path / "short.txt").write_text("a")
+    assert main(["doctor", "--model", str(tmp_path / "model"), "--text", str(tmp_path / "short.txt")]) == 2
+    assert "argument --text: " in capsys.readouterr().err
+
+
+def test_a_model_folder_of_which_something_is_refused_is_exit_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    told = ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic", image_size=32)
+    ResNetForImageClassification(told).save_pretrained(tmp_path / "model")
+    capsys.readouterr()
+    assert main(["doctor", "--model", str(tmp_path / "model")]) == 1
+    told_both = capsys.readouterr()
+    assert "(BatchNorm2d) mixes the samples" in told_both.out and "GroupNorm, or eval()" in told_both.out
+    assert told_both.err == "gramian: doctor: not exact here: per-sample norms; private sum; BatchNorm2d\n"
+    assert main(["doctor", "--model", str(tmp_path / "model"), "--text", "a.txt"]) == 2
+    assert "argument --text: the model takes pixel_values; expected no --text" in capsys.readouterr().err
 
 
 def test_torchrun_is_refused(small: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gramian
+from gramian.taps.proof.row_recorder import Sketch
 from tests.kit.refusals import refusal
 from tests.kit.toys import Toy
 from tests.oracles import sample_statistics
@@ -354,3 +355,9 @@ def test_an_instance_whose_forward_was_replaced_is_an_unknown_layer() -> None:
 def test_invalid_statistics_are_refused(nonsense: Any) -> None:
     with refusal("statistics.*expected"):
         gramian.observe(nn.Linear(3, 2), nonsense)
+
+
+def test_the_proof_takes_norms_of_large_gradients_as_exactly_as_of_small_ones() -> None:
+    """`Tensor.norm` adds up 4 M squares in float32 one after the other: models with large vocabularies were refused."""
+    gradient = torch.rand(2048, 2048, generator=torch.Generator().manual_seed(0))
+    assert Sketch.of(gradient).norm == pytest.approx(float(gradient.double().norm()), rel=1e-6)
