@@ -14,6 +14,7 @@ from gramian.taps.model.batch_free import unwrapped, with_rows
 from gramian.taps.model.empty_batches import apart
 from gramian.taps.observer import observe
 from gramian.taps.passes import in_backward
+from gramian.taps.sites.generic import Generic
 from gramian.taps.tap import Tap
 from gramian.taps.tapped_model import TappedModel
 
@@ -82,7 +83,11 @@ def run_untapped(
         weight = user_names.parameter(module, local)
         if weight.requires_grad and name in model.parameters:
             model.weights[name] = weight  # type: ignore[index]
-    output = plain(*args, **kwargs)
+    if isinstance(tap.site, Generic):
+        with tap.named_errors():
+            output, _ = tap.site.first_run(module, plain, args, kwargs)  # dropout as in a run with the tap
+    else:
+        output = plain(*args, **kwargs)
     return apart(output) if gathers_in_order(model, tap, module) else output
 
 

@@ -331,11 +331,10 @@ def test_old_style_weight_norm_is_noticed_and_named() -> None:
 
 
 def noisy() -> Toy:
-    """A raw parameter beside dropout."""
+    """A raw parameter beside noise."""
     return Toy(
-        lambda net, x: net.dropout(net.linear(x)) * net.gain,
+        lambda net, x: (net.linear(x) + torch.rand(40)) * net.gain,
         linear=nn.Linear(5, 40),
-        dropout=nn.Dropout(0.5),
         gain=nn.Parameter(torch.rand(40)),
     )
 

@@ -2,13 +2,15 @@
 
 Used for direct parameters of modules with children, unknown layers, attention and recurrent layers. The layer's forward and
 backward run once more per step (vectorised over samples if `vmap` can), and the outputs are compared with those of the first
-run. They differ, and GramianError is raised, for a layer that is random, mixes samples or has an unexpected batch axis.
+run. They differ, and GramianError is raised, for a layer that mixes samples, has an unexpected batch axis, or draws random
+numbers other than dropout's; masks of dropout are those of the first run (`dropout_masks`).
 
 Under FSDP2 the layer runs again on weights that are gathered for the backward anyway.
 """
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +26,7 @@ from gramian.plan.norm_algorithm import samples_per_chunk
 from gramian.taps.gradients import ExplicitGradient, PerSampleGradient
 from gramian.taps.model.python_state import PythonState
 from gramian.taps.sites.batch_layout import Layout, batch_of_one, merged, single, split
+from gramian.taps.sites.dropout_masks import RecordedMasks, RepeatedMasks
 from gramian.taps.sites.site import Site, SiteRun, observed
 
 REPRODUCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -120,7 +123,7 @@ class Generic(Site):
         raise GramianError(f"has an output of shape {list(value.shape)}; expected the batch of {batch} as first axis")
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> SiteRun:
-        """Run the layer; saves a copy of every input, a digest of every observed output, and the `Call`, to run it again.
+        """Run the layer; saves copies of inputs, digests of observed outputs, dropout masks, and the `Call`, to run it again.
 
         Raises:
             GramianError: for a PackedSequence, an output without tensors, or weights of which this process has only a shard.
@@ -128,7 +131,7 @@ class Generic(Site):
         if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
             raise GramianError("is given a PackedSequence, whose samples lie interleaved; expected a padded tensor")
         _refuse_parts(module)
-        output = forward(*args, **kwargs)
+        output, masks = self.first_run(module, forward, args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         arguments = [str(i) for i, value in enumerate(args) for _ in pytree.tree_leaves(value)]
         arguments += [name for name, value in kwargs.items() for _ in pytree.tree_leaves(value)]
@@ -151,7 +154,16 @@ class Generic(Site):
             autocast=(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)),
         )
         saved = [x.detach().clone() for x in inputs]  # the user may change them in place
-        return output, [*saved, *(_digest(outputs[i]) for i in seen)], call
+        return output, [*saved, *(_digest(outputs[i]) for i in seen), *masks], call
+
+    def first_run(
+        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Any, list[Tensor]]:
+        """The output of the layer, and the dropout masks that it drew. In evaluation mode nothing looks for dropout."""
+        if not any(one.training for one in module.modules()):
+            return forward(*args, **kwargs), []
+        with RecordedMasks() as recorded:
+            return forward(*args, **kwargs), recorded.masks
 
     def copied(self, saved: list[Tensor], extra: Any, batch: int) -> tuple[list[Tensor], Any]:
         """Inputs and digests as they are, and the `Call` with a mark that its outputs have no batch axis."""
@@ -167,7 +179,8 @@ class Generic(Site):
         """
         call: Call = extra
         _refuse_parts(module)
-        inputs, digests = saved[: len(call.places)], saved[len(call.places) :]
+        given, seen = len(call.places), len(call.observed)
+        inputs, digests, masks = saved[:given], saved[given : given + seen], saved[given + seen :]
         trained = {name: p.detach() for name, p in own_parameters(module, self.whole).items() if p.requires_grad}
         if not batch:
             return {name: ExplicitGradient(p.new_zeros(0, *p.shape)) for name, p in trained.items()}
@@ -175,7 +188,9 @@ class Generic(Site):
         failure: GramianError | None = None
         for layouts in self.input_layouts(arguments, inputs, call.output_rows, batch):
             try:
-                gradients = self._by_sample(module, call, inputs, layouts, output_gradients, digests, trained, batch)
+                gradients = self._by_sample(
+                    module, call, inputs, layouts, output_gradients, digests, masks, trained, batch
+                )
             except GramianError as error:
                 failure = failure or error
                 continue
@@ -194,6 +209,7 @@ class Generic(Site):
         layouts: list[Layout],
         output_gradients: list[Tensor],
         digests: list[Tensor],
+        masks: list[Tensor],
         trained: dict[str, Tensor],
         batch: int,
     ) -> dict[str, Tensor]:
@@ -203,15 +219,20 @@ class Generic(Site):
         ]
 
         def run(parameters: dict[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-            """Observed outputs of the layer for one sample, on these parameters."""
-            with Borrowed(module, parameters, self.whole):
+            """Observed outputs of the layer for one sample, its number [1] last among the inputs, on these parameters."""
+            *inputs, number = inputs
+            repeated = RepeatedMasks(masks, number, batch) if masks else None
+            with Borrowed(module, parameters, self.whole), repeated or nullcontext():
                 ys = call.again([batch_of_one(x, layout) for x, layout in zip(inputs, layouts, strict=True)])
+            if repeated is not None:
+                repeated.refuse_unused()
             return [single(y, layout) for y, layout in zip(ys, out_layouts, strict=True)]
 
         split_inputs = [split(x, layout, batch) for x, layout in zip(inputs, layouts, strict=True)]
         split_gradients = [split(g, layout, batch) for g, layout in zip(output_gradients, out_layouts, strict=True)]
         dims = [None if layout == "shared" else 0 for layout in layouts]
-        gradients, again = _map(run, trained, split_inputs, dims, split_gradients)
+        numbers_B1 = torch.arange(batch, device=output_gradients[0].device)[:, None]
+        gradients, again = _map(run, trained, [*split_inputs, numbers_B1], [*dims, 0], split_gradients)
         for digest, y, layout, rows in zip(digests, again, out_layouts, call.output_rows, strict=True):
             whole = merged(y, layout)
             whole = whole[:rows] if rows == 1 and not call.copies else whole
@@ -238,6 +259,7 @@ def _map(
 
     with torch.enable_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop")  # vmap's own fallbacks are exact
+        warnings.filterwarnings("ignore", message="Dropout mask should only be used for testing")  # of `dropout_masks`
         try:
             chunk = samples_per_chunk(sum(p.numel() for p in parameters.values()))
             return torch.func.vmap(vectorised, in_dims=(dims, 0), chunk_size=chunk)(inputs, cotangents)
@@ -294,8 +316,9 @@ def _refuse_other_output(digest: Tensor, again: Tensor, dtype: torch.dtype) -> N
     off = (digest - again).abs().max() > REPRODUCES[dtype] * digest[0] + torch.finfo(dtype).tiny
     if bool(off) and bool(digest.isfinite().all()):
         raise GramianError(
-            "gives other outputs when its samples are run one by one (dropout, mixing of samples, another batch axis?); "
-            "expected a deterministic layer, its parameters in a module of their own, or a registered site (register_site)"
+            "gives other outputs when its samples are run one by one (random numbers, except those of dropout that runs "
+            "eagerly in training mode; mixing of samples; another batch axis?); expected a deterministic layer, its parameters "
+            "in a module of their own, or a registered site (register_site)"
         )
 
 
