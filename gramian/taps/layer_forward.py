@@ -35,6 +35,8 @@ def run_layer(
         assert tap.site is not None
         with tap.named_errors():
             args, kwargs, grown = unwrapped(args, kwargs, any_axes=tap.site.kind in ("linear", "norm"))
+    assert tap.site is not None
+    plain = tap.site.own_forward(module, plain)
     if model.rule.withholds:
         plain = DetachedForward(plain, module, tap.parameters, _leaves(model, tap))
     if torch.compiler.is_compiling():

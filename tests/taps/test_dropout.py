@@ -85,7 +85,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "a child": lambda: own(lambda net, x: net.drop(net.layer(x)) * net.gain, drop=nn.Dropout(0.3), layer=nn.Linear(D, D)),
     "sdpa": lambda: own(attention),
     "sdpa, causal": lambda: own(lambda net, x: attention(net, x, is_causal=True)),
-    "sdpa, mask": lambda: own(lambda net, x: attention(net, x, attn_mask=SEEN)),
+    "sdpa, mask": lambda: own(lambda net, x: attention(net, x, attn_mask=SEEN.to(x.device))),
     "sdpa, bias": lambda: own(lambda net, x: attention(net, x, attn_mask=x[:, None, :, :T].detach(), scale=0.3)),
     "dropout of a weight": lambda: own(
         lambda net, x: F.linear(x, F.dropout(net.weight, 0.3)) * net.gain, weight=nn.Parameter(torch.rand(D, D))
