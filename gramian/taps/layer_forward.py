@@ -36,6 +36,7 @@ def run_layer(
         with tap.named_errors():
             args, kwargs, grown = unwrapped(args, kwargs, any_axes=tap.site.kind in ("linear", "norm"))
     assert tap.site is not None
+    trains = any(user_names.parameter(module, local).requires_grad for local in tap.parameters)
     plain = tap.site.own_forward(module, plain)
     if model.rule.withholds:
         plain = DetachedForward(plain, module, tap.parameters, _leaves(model, tap))
@@ -48,7 +49,7 @@ def run_layer(
         except GramianError as error:
             model.raise_after_run(tap, error)
             return plain(*args, **kwargs)
-    if not any(user_names.parameter(module, local).requires_grad for local in tap.parameters):
+    if not trains:
         return with_rows(output) if grown else output
     free = False
     if isinstance(output, Tensor) and not torch.compiler.is_compiling():
@@ -120,7 +121,8 @@ def _expanded(model: TappedModel, tap: Tap, output: Tensor) -> Tensor:
     batch = model.batch
     if not torch.compiler.is_compiling():
         proven = model.proof_run is not None or tap.name in model.shared or model.trusts_shapes
-        if batch and not proven:  # of no samples there are no rows
+        kept = model.proof_run is not None and not model.proof_run.expands
+        if kept or (batch and not proven):  # of no samples there are no rows
             return output
         if in_backward():
             batch = model.passes.batch_of_second_run(tap.name)
@@ -174,21 +176,22 @@ class DetachedForward:
         Args:
             plain: the layer's own forward.
             module: the layer.
-            parameters: {name inside the layer: name in the user's model} of the weights to detach.
+            parameters: {name inside the layer: name in the user's model} of its weights; trainable ones are detached.
             leaves: list to which a call appends (name in the model, the detached weight) of trainable weights, which then get
                 autograd's gradient themselves; None: detached weights get no gradient.
         """
-        self.plain, self.leaves, self.names = plain, leaves, tuple(parameters.values())
-        self.places = [
-            (module.get_submodule(local.rpartition(".")[0]), local.rpartition(".")[2]) for local in parameters
-        ]
+        self.plain, self.leaves = plain, leaves
+        trained = {k: name for k, name in parameters.items() if user_names.parameter(module, k).requires_grad}
+        self.names = tuple(trained.values())
+        self.places = [(module.get_submodule(local.rpartition(".")[0]), local.rpartition(".")[2]) for local in trained]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run `plain` with detached weights in place of the parameters, which are put back afterwards."""
         old = [owner._parameters[local] for owner, local in self.places]
         for name, (owner, local), p in zip(self.names, self.places, old, strict=True):
-            weight = None if p is None else p.detach()
-            if weight is not None and self.leaves is not None and p is not None and p.requires_grad:
+            assert p is not None
+            weight = p.detach()
+            if self.leaves is not None:
                 self.leaves.append((name, weight.requires_grad_()))
             owner._parameters[local] = weight  # type: ignore[assignment]
         try:

@@ -40,6 +40,8 @@ class ProofRun:
 
     calls: list[Call] = field(default_factory=list)
     expanded: set[str] = field(default_factory=set)
+    expands: bool = True
+    """False if rows for all samples stay one row."""
     first_axes: dict[str, list[int]] = field(default_factory=dict)
     """{layer: size of the first axis of the tensor that each of its calls returned}."""
     failure: GramianError | None = None

@@ -47,8 +47,10 @@ class BatchProof:
             except Refuted as failure:
                 refuse(failure)
 
-    def batch_free(self) -> dict[str, frozenset[int] | None]:
-        """{layer: numbers of calls that return as many rows in a forward with one more sample, but not one; None: all}.
+    def batch_free(self, one_row: bool = False) -> dict[str, frozenset[int] | None]:
+        """{layer: numbers of calls that return as many rows in a forward with one more sample; None: all}.
+
+        Calls that return one row count if `one_row`; usually that row is expanded to one for each sample.
 
         Two forwards; {} if one of them fails, rows are grouped, or other processes gather weights in every run.
         """
@@ -61,7 +63,7 @@ class BatchProof:
         found: dict[str, frozenset[int] | None] = {}
         for name, sizes in here.items():
             pairs = enumerate(zip(sizes, there.get(name, []), strict=False))
-            calls = frozenset(number for number, (size, other) in pairs if size == other != 1)
+            calls = frozenset(number for number, (size, other) in pairs if size == other and (one_row or size != 1))
             found |= {name: calls if len(calls) < len(sizes) else None} if calls else {}
         return found
 

@@ -213,6 +213,7 @@ class ProofRuns:
         """{layer: sizes of the first axis of what its calls return} of a forward on these samples; {} if it fails."""
         self._begin()
         with suppress(Exception), self._model.recorded_by(Recorder(self._seed, None, None)) as run:
+            run.expands = False
             self._results(self._samples.take(samples))
             if self._model.passes.current is not None:
                 self._model.passes.current.closed = True  # it gets no backward

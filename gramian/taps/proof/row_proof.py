@@ -334,24 +334,26 @@ class RowProof:
                 self.proven[key] = found
 
     def _again_batch_free(self, samples: SampleArguments, execute: Execute, attempt: Callable[[], T]) -> T:
-        """The result of `attempt`; if it fails and some layers see no batch axis, that of a second one that knows them.
+        """The result of `attempt`; if it fails, with layers known that see no batch axis, then also those that see one row.
 
         Raises:
-            GramianError: of the first attempt, if there are no such layers or the second fails, too.
+            GramianError: of the first attempt, if there are no such layers or the others fail, too.
         """
+        before, tried = self.model.batch_free, [self.model.batch_free]
         try:
             return attempt()
         except GramianError as error:
-            failure, before = error, self.model.batch_free
-            found = self._on(samples, execute).batch_free()
-            if not found or found == before:
-                raise
-        self.model.batch_free = before | found
-        try:
-            return attempt()
-        except Exception:  # of any kind: the user's code may not run on copies, and is then refused as without them
+            failure = error
+        for one_row in (False, True):
+            known = before | self._on(samples, execute).batch_free(one_row)
+            if known in tried:
+                continue
+            tried.append(known)
+            self.model.batch_free = known
+            with suppress(Exception):  # of any kind: the user's code may not run on copies
+                return attempt()
             self.model.batch_free = before
-            raise failure from None
+        raise failure from None
 
     def repeat(self, key: Any, groupings: Sequence[SampleArguments], execute: Execute) -> None:
         """Repeat one run with replaced samples on this batch, whose structure `key` was proven before.
