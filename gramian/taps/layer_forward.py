@@ -14,6 +14,7 @@ from gramian.taps.model.batch_free import unwrapped, with_rows
 from gramian.taps.model.empty_batches import apart
 from gramian.taps.observer import observe
 from gramian.taps.passes import in_backward
+from gramian.taps.sites.generic import Generic
 from gramian.taps.tap import Tap
 from gramian.taps.tapped_model import TappedModel
 
@@ -34,6 +35,9 @@ def run_layer(
         assert tap.site is not None
         with tap.named_errors():
             args, kwargs, grown = unwrapped(args, kwargs, any_axes=tap.site.kind in ("linear", "norm"))
+    assert tap.site is not None
+    trains = any(user_names.parameter(module, local).requires_grad for local in tap.parameters)
+    plain = tap.site.own_forward(module, plain)
     if model.rule.withholds:
         plain = DetachedForward(plain, module, tap.parameters, _leaves(model, tap))
     if torch.compiler.is_compiling():
@@ -45,7 +49,7 @@ def run_layer(
         except GramianError as error:
             model.raise_after_run(tap, error)
             return plain(*args, **kwargs)
-    if not any(user_names.parameter(module, local).requires_grad for local in tap.parameters):
+    if not trains:
         return with_rows(output) if grown else output
     free = False
     if isinstance(output, Tensor) and not torch.compiler.is_compiling():
@@ -82,7 +86,11 @@ def run_untapped(
         weight = user_names.parameter(module, local)
         if weight.requires_grad and name in model.parameters:
             model.weights[name] = weight  # type: ignore[index]
-    output = plain(*args, **kwargs)
+    if isinstance(tap.site, Generic):
+        with tap.named_errors():
+            output, _ = tap.site.first_run(module, plain, args, kwargs)  # dropout as in a run with the tap
+    else:
+        output = plain(*args, **kwargs)
     return apart(output) if gathers_in_order(model, tap, module) else output
 
 
@@ -168,21 +176,22 @@ class DetachedForward:
         Args:
             plain: the layer's own forward.
             module: the layer.
-            parameters: {name inside the layer: name in the user's model} of the weights to detach.
+            parameters: {name inside the layer: name in the user's model} of its weights; trainable ones are detached.
             leaves: list to which a call appends (name in the model, the detached weight) of trainable weights, which then get
                 autograd's gradient themselves; None: detached weights get no gradient.
         """
-        self.plain, self.leaves, self.names = plain, leaves, tuple(parameters.values())
-        self.places = [
-            (module.get_submodule(local.rpartition(".")[0]), local.rpartition(".")[2]) for local in parameters
-        ]
+        self.plain, self.leaves = plain, leaves
+        trained = {k: name for k, name in parameters.items() if user_names.parameter(module, k).requires_grad}
+        self.names = tuple(trained.values())
+        self.places = [(module.get_submodule(local.rpartition(".")[0]), local.rpartition(".")[2]) for local in trained]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run `plain` with detached weights in place of the parameters, which are put back afterwards."""
         old = [owner._parameters[local] for owner, local in self.places]
         for name, (owner, local), p in zip(self.names, self.places, old, strict=True):
-            weight = None if p is None else p.detach()
-            if weight is not None and self.leaves is not None and p is not None and p.requires_grad:
+            assert p is not None
+            weight = p.detach()
+            if self.leaves is not None:
                 self.leaves.append((name, weight.requires_grad_()))
             owner._parameters[local] = weight  # type: ignore[assignment]
         try:

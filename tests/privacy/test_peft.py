@@ -338,9 +338,38 @@ def test_other_adapters(kind: str) -> None:
     check(_other(kind), tokens(length=4))
 
 
-def test_a_prompt_for_all_samples_fails_loudly_and_is_right_one_sample_at_a_time() -> None:
-    # One row of virtual tokens is looked up and repeated for the batch: rows that are B already are repeated again.
-    model, ids = _other("prompt"), tokens(length=4)
+# ---- prompts, prefixes and adapters of raw parameters -----------------------------------------------------------------------
+
+
+def prompted(kind: str, base: Callable[[], nn.Module] = gpt2, **options: Any) -> nn.Module:
+    import peft
+
+    torch.manual_seed(0)
+    config = getattr(peft, kind)(task_type=peft.TaskType.CAUSAL_LM, num_virtual_tokens=1, **options)
+    return peft.get_peft_model(base(), config).double().train()
+
+
+PROMPTS: dict[str, Callable[[], nn.Module]] = {
+    "prompt tuning": lambda: prompted("PromptTuningConfig"),
+    "prompt tuning, llama": lambda: prompted("PromptTuningConfig", llama),
+    "p-tuning": lambda: prompted("PromptEncoderConfig", encoder_hidden_size=6),
+    "prefix tuning": lambda: prompted("PrefixTuningConfig"),
+    "prefix tuning, projected": lambda: prompted("PrefixTuningConfig", prefix_projection=True, encoder_hidden_size=6),
+}
+
+
+@pytest.mark.few_proofs(every=1)
+@pytest.mark.parametrize(
+    "name", ["prompt tuning", *(pytest.param(n, marks=pytest.mark.full) for n in PROMPTS if n != "prompt tuning")]
+)
+def test_prompts_and_prefixes_are_trained_by_the_loops_clipped_sum(name: str) -> None:
+    check(PROMPTS[name](), tokens())
+
+
+def test_a_prompt_that_an_lstm_encodes_fails_loudly_and_is_right_one_sample_at_a_time() -> None:
+    # What the LSTM returns has B rows already, and is repeated for the batch again.
+    lstm = {"encoder_reparameterization_type": "LSTM", "encoder_hidden_size": 6}
+    model, ids = prompted("PromptEncoderConfig", **lstm), tokens(length=4)
     want = clipped_sum(model, loss, (ids,), 0.1)
     with private(model, 0.1):
         with refusal(r"^prompt_encoder\S*: returns one row for all samples, and .*; expected code that") as raised:
@@ -351,3 +380,29 @@ def test_a_prompt_for_all_samples_fails_loudly_and_is_right_one_sample_at_a_time
         for i in range(4):
             loss(model, ids[i : i + 1]).backward()
         assert_sums(run.gradients(), want.totals, 1e-9)
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=12, intermediate_size=10, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=3, num_experts_per_tok=2, max_position_embeddings=7, use_cache=False,
+        experts_implementation="eager",
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_parameters": ["mlp.gate.weight"]},
+        pytest.param(
+            {"target_modules": ["q_proj", "gate"], "target_parameters": ["mlp.experts.gate_up_proj"]},
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_adapters_of_raw_parameters_are_trained_by_the_loops_clipped_sum(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    check(adapted(mixtral(), **options).train(), tokens(), 1e-5)  # Mixtral's own norms and router compute in float32

@@ -323,19 +323,11 @@ def test_a_weight_penalty_in_the_loss_is_noticed_and_named() -> None:
         (model(x).square().sum() + 0.1 * model[0].weight.square().sum()).backward()
 
 
-def test_old_style_weight_norm_is_noticed_and_named() -> None:
-    with pytest.warns(FutureWarning):
-        model = nn.Sequential(nn.utils.weight_norm(nn.Linear(5, 4)), nn.Linear(4, 3))
-    with refused("0.weight_g"), gramian.per_sample_norms(model):
-        model(torch.randn(3, 5)).square().sum().backward()
-
-
 def noisy() -> Toy:
-    """A raw parameter beside dropout."""
+    """A raw parameter beside noise."""
     return Toy(
-        lambda net, x: net.dropout(net.linear(x)) * net.gain,
+        lambda net, x: (net.linear(x) + torch.rand(40)) * net.gain,
         linear=nn.Linear(5, 40),
-        dropout=nn.Dropout(0.5),
         gain=nn.Parameter(torch.rand(40)),
     )
 

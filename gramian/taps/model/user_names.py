@@ -75,10 +75,18 @@ def named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def parameter(module: nn.Module, local: str) -> nn.Parameter:
-    """The parameter of this name inside the module ("child.weight"), or the tensor now in its place (gathered or detached)."""
+    """The parameter of this name inside the module ("child.weight"), or the tensor now in its place (gathered or detached).
+
+    Raises:
+        GramianError: if it was removed since the layers of the model were found.
+    """
     owner, _, leaf = local.rpartition(".")
-    found = (module.get_submodule(owner) if owner else module)._parameters[leaf]
-    assert found is not None
+    found = (module.get_submodule(owner) if owner else module)._parameters.get(leaf)
+    if found is None:
+        raise GramianError(
+            f"{type(module).__name__} has no parameter {local!r} in its forward (other code parametrizes or removes it there); "
+            "expected the same parameters as before the capture, or a registered site for the module that does it"
+        )
     return found
 
 

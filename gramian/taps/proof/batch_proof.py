@@ -101,8 +101,6 @@ class BatchProof:
             except Exception:  # the user's code may not run on copies, and is then refused as without them
                 if failure is None:
                     raise
-                self._as_before(free, whole)
-                raise failure from None
             if self.unexplained and self._may_retap and take_whole(root, self.unexplained):
                 model.retap()
                 continue

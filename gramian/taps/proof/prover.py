@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gramian.taps.model.dropout import WithoutDropout
 from gramian.taps.model.preserve_state import InitialState
 from gramian.taps.proof.carried_state import changed, refuse_attribute, refuse_buffers
-from gramian.taps.proof.evaluation_mode import WithoutDropout, evaluating
+from gramian.taps.proof.evaluation_mode import evaluating
 from gramian.taps.proof.proof_runs import Execute, ProofRuns, Refuted, SecondAxis, Source, TappedRun
 from gramian.taps.proof.row_comparison import EQUAL, RowComparison
 from gramian.taps.proof.sample_arguments import SampleArguments, donors

@@ -1,6 +1,15 @@
 """Sites: one class per kind of layer, with what its forward saves and the formulas of its per-sample gradients."""
 
-from gramian.taps.sites import attention, convolution, embedding, hugging_face_tables, linear, normalization, recurrent
+from gramian.taps.sites import (
+    attention,
+    convolution,
+    embedding,
+    hugging_face_tables,
+    linear,
+    normalization,
+    peft_wrappers,
+    recurrent,
+)
 from gramian.taps.sites.generic import Generic
 from gramian.taps.sites.site import Site
 from gramian.taps.sites.site_registry import register_site, site_for
@@ -14,6 +23,7 @@ __all__ = [
     "hugging_face_tables",
     "linear",
     "normalization",
+    "peft_wrappers",
     "recurrent",
     "register_site",
     "site_for",

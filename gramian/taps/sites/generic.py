@@ -2,13 +2,17 @@
 
 Used for direct parameters of modules with children, unknown layers, attention and recurrent layers. The layer's forward and
 backward run once more per step (vectorised over samples if `vmap` can), and the outputs are compared with those of the first
-run. They differ, and GramianError is raised, for a layer that is random, mixes samples or has an unexpected batch axis.
+run. They differ, and GramianError is raised, for a layer that mixes samples, has an unexpected batch axis, or draws random
+numbers other than dropout's. Masks of dropout are those of the first run (`dropout_masks`); buffers that the first run changes
+(vectors of spectral normalisation) begin as they did.
 
 Under FSDP2 the layer runs again on weights that are gathered for the backward anyway.
 """
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,9 +26,11 @@ from gramian.core.errors import GramianError
 from gramian.linalg.wide import wide
 from gramian.plan.norm_algorithm import samples_per_chunk
 from gramian.taps.gradients import ExplicitGradient, PerSampleGradient
-from gramian.taps.model.python_state import PythonState
 from gramian.taps.sites.batch_layout import Layout, batch_of_one, merged, single, split
+from gramian.taps.sites.borrowed import Borrowed, BuffersBefore, own_parameters
+from gramian.taps.sites.dropout_masks import RecordedMasks, RepeatedMasks
 from gramian.taps.sites.site import Site, SiteRun, observed
+from gramian.taps.sites.weight_hooks import WithHookedWeights, weight_hooks
 
 REPRODUCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """By dtype: largest relative difference between the outputs of two runs on the same samples that counts as rounding."""
@@ -47,6 +53,8 @@ class Call:
     output_rows: list[int]
     """Number of rows of each observed output; one row is shared by all samples."""
     autocast: tuple[str, torch.dtype, bool]
+    buffers: list[str]
+    """Names, inside the layer, of the buffers whose values before the call were saved."""
     copies: bool = False
     """True if outputs have no batch axis, and gradients those of a copy for each sample."""
 
@@ -120,7 +128,7 @@ class Generic(Site):
         raise GramianError(f"has an output of shape {list(value.shape)}; expected the batch of {batch} as first axis")
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> SiteRun:
-        """Run the layer; saves a copy of every input, a digest of every observed output, and the `Call`, to run it again.
+        """Run the layer; saves inputs, digests of observed outputs, buffers, dropout masks, and the `Call`, to run it again.
 
         Raises:
             GramianError: for a PackedSequence, an output without tensors, or weights of which this process has only a shard.
@@ -128,7 +136,9 @@ class Generic(Site):
         if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
             raise GramianError("is given a PackedSequence, whose samples lie interleaved; expected a padded tensor")
         _refuse_parts(module)
-        output = forward(*args, **kwargs)
+        before = BuffersBefore(module, bool(weight_hooks(module)))
+        output, masks = self.first_run(module, forward, args, kwargs)
+        buffers = before.needed()
         leaves, spec = pytree.tree_flatten((args, kwargs))
         arguments = [str(i) for i, value in enumerate(args) for _ in pytree.tree_leaves(value)]
         arguments += [name for name, value in kwargs.items() for _ in pytree.tree_leaves(value)]
@@ -149,9 +159,24 @@ class Generic(Site):
             observed=seen,
             output_rows=[outputs[i].shape[0] if outputs[i].dim() else 0 for i in seen],
             autocast=(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)),
+            buffers=list(buffers),
         )
         saved = [x.detach().clone() for x in inputs]  # the user may change them in place
-        return output, [*saved, *(_digest(outputs[i]) for i in seen)], call
+        return output, [*saved, *(_digest(outputs[i]) for i in seen), *buffers.values(), *masks], call
+
+    def own_forward(self, module: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """The layer's forward; if hooks compute weights of the layer before it, one that computes them itself."""
+        hooks = weight_hooks(module)
+        return WithHookedWeights(module, hooks, plain) if hooks else plain
+
+    def first_run(
+        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Any, list[Tensor]]:
+        """The output of the layer, and the dropout masks that it drew. In evaluation mode nothing looks for dropout."""
+        if not any(one.training for one in module.modules()):
+            return forward(*args, **kwargs), []
+        with RecordedMasks() as recorded:
+            return forward(*args, **kwargs), recorded.masks
 
     def copied(self, saved: list[Tensor], extra: Any, batch: int) -> tuple[list[Tensor], Any]:
         """Inputs and digests as they are, and the `Call` with a mark that its outputs have no batch axis."""
@@ -167,7 +192,9 @@ class Generic(Site):
         """
         call: Call = extra
         _refuse_parts(module)
-        inputs, digests = saved[: len(call.places)], saved[len(call.places) :]
+        ends = itertools.accumulate((0, len(call.places), len(call.observed), len(call.buffers)))
+        inputs, digests, buffers = (saved[begin:end] for begin, end in itertools.pairwise(ends))
+        masks = saved[len(inputs) + len(digests) + len(buffers) :]
         trained = {name: p.detach() for name, p in own_parameters(module, self.whole).items() if p.requires_grad}
         if not batch:
             return {name: ExplicitGradient(p.new_zeros(0, *p.shape)) for name, p in trained.items()}
@@ -177,7 +204,9 @@ class Generic(Site):
         nobodys: list[list[Layout]] = [["shared"] * len(inputs)]
         for layouts in nobodys if call.copies else candidates:
             try:
-                gradients = self._by_sample(module, call, inputs, layouts, output_gradients, digests, trained, batch)
+                gradients = self._by_sample(
+                    module, call, inputs, layouts, output_gradients, digests, buffers, masks, trained, batch
+                )
             except GramianError as error:
                 failure = failure or error
                 continue
@@ -204,6 +233,8 @@ class Generic(Site):
         layouts: list[Layout],
         output_gradients: list[Tensor],
         digests: list[Tensor],
+        buffers: list[Tensor],
+        masks: list[Tensor],
         trained: dict[str, Tensor],
         batch: int,
     ) -> dict[str, Tensor]:
@@ -212,16 +243,23 @@ class Generic(Site):
             "copies" if call.copies else self.output_layout(i, g, batch) for i, g in enumerate(output_gradients)
         ]
 
+        begin = dict(zip(call.buffers, buffers, strict=True))
+
         def run(parameters: dict[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-            """Observed outputs of the layer for one sample, on these parameters."""
-            with Borrowed(module, parameters, self.whole):
+            """Observed outputs of the layer for one sample, its number [1] last among the inputs, on these parameters."""
+            *inputs, number = inputs
+            repeated = RepeatedMasks(masks, number, batch) if masks else None
+            with Borrowed(module, parameters, self.whole, begin), repeated or nullcontext():
                 ys = call.again([batch_of_one(x, layout) for x, layout in zip(inputs, layouts, strict=True)])
+            if repeated is not None:
+                repeated.refuse_unused()
             return [single(y, layout) for y, layout in zip(ys, out_layouts, strict=True)]
 
         split_inputs = [split(x, layout, batch) for x, layout in zip(inputs, layouts, strict=True)]
         split_gradients = [split(g, layout, batch) for g, layout in zip(output_gradients, out_layouts, strict=True)]
         dims = [None if layout == "shared" else 0 for layout in layouts]
-        gradients, again = _map(run, trained, split_inputs, dims, split_gradients)
+        numbers_B1 = torch.arange(batch, device=output_gradients[0].device)[:, None]
+        gradients, again = _map(run, trained, [*split_inputs, numbers_B1], [*dims, 0], split_gradients)
         for digest, y, layout, rows in zip(digests, again, out_layouts, call.output_rows, strict=True):
             whole = merged(y, layout)
             whole = whole[:rows] if rows == 1 and not call.copies else whole
@@ -248,6 +286,7 @@ def _map(
 
     with torch.enable_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop")  # vmap's own fallbacks are exact
+        warnings.filterwarnings("ignore", message="Dropout mask should only be used for testing")  # of `dropout_masks`
         try:
             chunk = samples_per_chunk(sum(p.numel() for p in parameters.values()))
             return torch.func.vmap(vectorised, in_dims=(dims, 0), chunk_size=chunk)(inputs, cotangents)
@@ -304,8 +343,9 @@ def _refuse_other_output(digest: Tensor, again: Tensor, dtype: torch.dtype) -> N
     off = (digest - again).abs().max() > REPRODUCES[dtype] * digest[0] + torch.finfo(dtype).tiny
     if bool(off) and bool(digest.isfinite().all()):
         raise GramianError(
-            "gives other outputs when its samples are run one by one (dropout, mixing of samples, another batch axis?); "
-            "expected a deterministic layer, its parameters in a module of their own, or a registered site (register_site)"
+            "gives other outputs when its samples are run one by one (random numbers, except those of dropout that runs "
+            "eagerly in training mode; mixing of samples; another batch axis?); expected a deterministic layer, its parameters "
+            "in a module of their own, or a registered site (register_site)"
         )
 
 
@@ -316,56 +356,3 @@ def _refuse_parts(module: nn.Module) -> None:
             "cannot be run again sample by sample on a part of its weights; expected fully_shard with units that return "
             "their tensors, alone or in tuples, lists and dicts, or a registered site (register_site)"
         )
-
-
-def own_parameters(module: nn.Module, whole: bool) -> dict[str, nn.Parameter]:
-    """{name inside the module: parameter}: all if `whole`, else direct ones, with ParameterLists and ParameterDicts."""
-    if whole:
-        return dict(module.named_parameters())
-    found = {name: p for name, p in module._parameters.items() if p is not None}
-    for name, child in module._modules.items():
-        if isinstance(child, nn.ParameterList | nn.ParameterDict):
-            found |= {f"{name}.{local}": p for local, p in child.named_parameters()}
-    return found
-
-
-class Borrowed:
-    """Context manager that runs a module on other tensors in place of some of its parameters, and on copies of its buffers.
-
-    Attributes that the module sets meanwhile are restored on exit: tensors of `vmap` cannot be used outside of it.
-    """
-
-    def __init__(self, module: nn.Module, tensors: dict[str, Tensor], whole: bool) -> None:
-        """Find where the tensors are to be put; nothing is swapped before the context is entered.
-
-        Args:
-            module: the module.
-            tensors: {parameter name inside the module: the tensor to use in its place}.
-            whole: True to replace a parameter in all child modules, too; False in the module itself and its parameter lists
-                only (a tied use in a child has a tap of its own).
-        """
-        own = own_parameters(module, whole)
-        swap = {id(own[name]): tensor for name, tensor in tensors.items()}
-        containers = [m for m in module._modules.values() if isinstance(m, nn.ParameterList | nn.ParameterDict)]
-        places: list[tuple[dict[str, Any], str, Tensor]] = [
-            (owner._parameters, local, swap[id(p)])
-            for owner in (module.modules() if whole else [module, *containers])
-            for local, p in owner._parameters.items()
-            if p is not None and id(p) in swap
-        ]
-        places += [
-            (m._buffers, local, b.clone()) for m in module.modules() for local, b in m._buffers.items() if b is not None
-        ]
-        self.places, self.python = places, PythonState(module, tensors=False)
-
-    def __enter__(self) -> None:
-        """Put the other tensors and copies of the buffers into the module."""
-        self.old = [store[local] for store, local, _ in self.places]
-        for store, local, tensor in self.places:
-            store[local] = tensor
-
-    def __exit__(self, *error: object) -> None:
-        """Put the module's own parameters, buffers and attributes back."""
-        for (store, local, _), old in zip(self.places, self.old, strict=True):
-            store[local] = old
-        self.python.restore()

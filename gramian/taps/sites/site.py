@@ -72,6 +72,10 @@ class Site:
         """Error text if this module has no per-sample gradients in its present mode (it mixes samples, say); None if it has."""
         return None
 
+    def own_forward(self, module: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward to run, from the layer's own one (`plain`); weights that it reads may then be detached ones."""
+        return plain
+
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> SiteRun:
         """Run the layer and choose what to save for the backward pass.
 

@@ -2,8 +2,10 @@
 
 from torch import nn
 
-from gramian.taps.sites.generic import Generic, own_parameters
+from gramian.taps.sites.borrowed import own_parameters
+from gramian.taps.sites.generic import Generic
 from gramian.taps.sites.site import Site
+from gramian.taps.sites.weight_hooks import weight_hooks
 
 _BY_CLASS: dict[type, Site] = {}
 _BY_NAME: dict[str, Site] = {}
@@ -32,7 +34,7 @@ def site_for(module: nn.Module) -> Site | None:
     """The site of a module, which defines how it is tapped; a `Generic` for unknown layers, None without direct parameters.
 
     A class is known if it, or a base class whose `forward` it inherits, is registered. A module whose parameters are computed
-    by a parametrization, or whose instance has a `forward` that other code replaced, is unknown.
+    by a parametrization or a hook, or whose instance has a `forward` that other code replaced, is unknown.
     """
     if hasattr(module, "parametrizations"):
         return Generic(whole=True)
@@ -43,7 +45,7 @@ def site_for(module: nn.Module) -> Site | None:
     for base in type(module).__mro__:
         site = _BY_CLASS.get(base) or _BY_NAME.get(f"{base.__module__}.{base.__qualname__}")
         if site is not None and getattr(type(module), "forward", None) is getattr(base, "forward", None):
-            return site
+            return Generic(whole=False) if site.compiles and weight_hooks(module) else site
     if isinstance(module, nn.ParameterList | nn.ParameterDict):
         return None  # their parameters are their parent's
     return Generic(whole=False) if own_parameters(module, whole=False) else None
