@@ -24,8 +24,9 @@ from gramian.curvature.persist import curvature_record
 from gramian.linalg.wide import wide
 from gramian.privacy import PrivacyEngine
 from gramian.statistics import per_sample_norms
-from gramian.taps.model.dropout import WithoutDropout, evaluating
+from gramian.taps.model.dropout import WithoutDropout
 from gramian.taps.model.preserve_state import InitialState
+from gramian.taps.proof.evaluation_mode import evaluating
 from gramian.taps.proof.model_outputs import output_tensors
 from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.sites.site import first_tensor
