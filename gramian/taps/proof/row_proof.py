@@ -344,12 +344,12 @@ class RowProof:
             return attempt()
         except GramianError as error:
             failure = error
-        for one_row in (False, True):
+        on_rows = failure.__cause__ is not None  # the user's code failed on an expanded row
+        for one_row in (False, True) if on_rows else (False,):
             known = before | self._on(samples, execute).batch_free(one_row)
             if known in tried:
                 continue
-            tried.append(known)
-            self.model.batch_free = known
+            self.model.batch_free, tried = known, [*tried, known]
             with suppress(Exception):  # of any kind: the user's code may not run on copies
                 return attempt()
             self.model.batch_free = before
