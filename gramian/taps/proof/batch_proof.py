@@ -104,9 +104,9 @@ class BatchProof:
             if self.unexplained and self._may_retap and take_whole(root, self.unexplained):
                 model.retap()
                 continue
-            without = next(
-                (found for found in map(self.batch_free, kinds) if found and found != model.batch_free), None
-            )
+            on_rows = failure.__cause__ is not None  # the user's code failed where one row became a row for each sample
+            free_of = (self.batch_free(one) for one in kinds if on_rows or not one)
+            without = next((found for found in free_of if found and found != model.batch_free), None)
             if without is None:
                 self._as_before(free, whole)
                 raise failure
