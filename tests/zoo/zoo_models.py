@@ -1,0 +1,169 @@
+"""A tiny model of a type with a batch that it takes: in float64, with weights and a loss of their own."""
+
+import contextlib
+import importlib
+import inspect
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.zoo.example_batches import Batch, batches, numbers
+from tests.zoo.tiny_configs import SIZES, model_class, tiny_config
+
+MOST_PARAMETERS = 20_000_000
+OUTPUTS = (
+    "logits",
+    "last_hidden_state",
+    "prediction_logits",
+    "text_embeds",
+    "image_embeds",
+    "pred_masks",
+    "pooler_output",
+)
+
+
+class CannotRun(Exception):
+    """No size and no batch of ours makes a forward of this type; the message says why."""
+
+
+@dataclass
+class Example:
+    """A model in float64, its batch, and how both were found."""
+
+    model: PreTrainedModel
+    batch: Batch
+    size: int
+    inputs: str
+
+    def losses(self, batch: Batch | None = None) -> Tensor:
+        """[B]: a smooth function of the model's first output that has a row a sample."""
+        batch = self.batch if batch is None else batch
+        return smooth(first_output(self.model(**batch, **self.constants), len(next(iter(batch.values())))))
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Arguments that are no tensors."""
+        takes = inspect.signature(self.model.forward).parameters
+        return {"use_cache": False} if "use_cache" in takes else {}
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """Samples `start` to `stop` of the batch."""
+        return {name: value[start:stop] for name, value in self.batch.items()}
+
+
+def example(name: str, size: int | None = None, inputs: str | None = None) -> Example:
+    """The smallest model of a type that runs, with its batch; `size` and `inputs` of an earlier search spare another one.
+
+    Call it, and use what it returns, inside `in_double`.
+
+    Raises:
+        CannotRun: if none of the sizes runs with any of the batches.
+    """
+    why: list[str] = []
+    for number in range(len(SIZES)) if size is None else [size]:
+        try:
+            model = _build(name, number)
+        except Exception as error:  # whatever a constructor of transformers raises at this size
+            why.append(f"{type(error).__name__}: {error}")
+            continue
+        for found, batch in itertools.islice(batches(model), 40):
+            if inputs is not None and found != inputs:
+                continue
+            one = Example(model, batch, number, found)
+            try:
+                losses = one.losses()
+                if not torch.equal(losses, one.losses()):
+                    model.eval()  # it draws noise in training, which a loop over samples cannot repeat
+                    losses = one.losses()
+                    if not torch.equal(losses, one.losses()):
+                        raise CannotRun("draws noise in every forward, also in evaluation")
+                if losses.shape == (len(next(iter(batch.values()))),) and losses.isfinite().all():
+                    return one
+                why.append("a loss that is not finite")
+            except Exception as error:  # whatever its forward raises for this batch
+                why.append(f"{type(error).__name__}: {error}")
+    raise CannotRun(_first(why))
+
+
+def first_output(outputs: Any, samples: int) -> Tensor:
+    """The first output of a model that depends on its weights and has a row a sample."""
+    named = dict(outputs.items()) if isinstance(outputs, dict) else {"": outputs}
+    for name in (*OUTPUTS, *(name for name in named if not name.startswith(("logits_per", "loss")))):
+        values = named.get(name)
+        for value in values if isinstance(values, (tuple, list)) else [values]:
+            differentiable = isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
+            if differentiable and value.dim() > 1 and len(value) == samples:
+                return value
+    raise ValueError(f"no output with {samples} rows")
+
+
+def smooth(output: Tensor) -> Tensor:
+    """[B]: Σ_j w_j y_j + 0.05 y_j² of each row y, with fixed random w."""
+    rows = output.flatten(1).double()
+    return rows @ numbers(9, rows.shape[1]) + 0.05 * rows.square().sum(1)
+
+
+class Double:
+    """The module `torch` with float64 in place of float32, for code that computes in float32 whatever dtype its model has.
+
+    Such code rounds otherwise for one sample than for three, and hides what is wrong behind 1e-7."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextlib.contextmanager
+def in_double() -> Iterator[None]:
+    """Context manager in which modules of transformers have this `torch`, and tensors a `float` that does not round."""
+    rounded = Tensor.float
+    Tensor.float = Tensor.double  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tensor.float = rounded  # type: ignore[method-assign]
+        for module in _of_transformers():
+            if isinstance(module.torch, Double):
+                module.torch = torch
+
+
+def _of_transformers() -> list[Any]:
+    return [m for name, m in list(sys.modules.items()) if name.startswith("transformers.") and hasattr(m, "torch")]
+
+
+def _build(name: str, size: int) -> PreTrainedModel:
+    kind = model_class(name)
+    config = tiny_config(name, SIZES[size])
+    importlib.import_module(kind.__module__)
+    for module in _of_transformers():
+        module.torch = Double()
+    try:
+        with torch.device("meta"):
+            count = sum(p.numel() for p in kind(config).parameters())
+    except Exception:  # a constructor that computes with its weights
+        count = 0
+    if count > MOST_PARAMETERS:
+        raise ValueError(f"{count:,} parameters")
+    torch.manual_seed(0)
+    model = kind(tiny_config(name, SIZES[size])).double().train()
+    if sum(p.numel() for p in model.parameters()) > MOST_PARAMETERS:
+        raise ValueError("too many parameters")
+    with torch.no_grad():  # no weight is zero or one as layers initialise it
+        for seed, parameter in enumerate(model.parameters()):
+            parameter.add_(0.02 * numbers(seed, *parameter.shape))
+    return model
+
+
+def _first(why: list[str]) -> str:
+    """The first reason that is not the number of parameters."""
+    lines = [" ".join(one.split())[:200] for one in why]
+    return next(
+        (one for one in lines if "parameters" not in one), next(iter(lines), "no batch of ours fits its forward")
+    )
