@@ -117,7 +117,7 @@ def test_all_ranks_of_a_sharded_model_raise_where_one_is_refuted_and_go_on_toget
     torch.testing.assert_close(norms.values, own_norms(x), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS[1:])  # under DDP the row carries copies instead
 @distributed(world_size=2)
 def test_code_that_fails_on_an_expanded_row_is_refused_by_the_layers_name(rank: int, way: str) -> None:
     model = wrap(way, Net("shared").double())

@@ -410,7 +410,7 @@ class Auxiliary(nn.Module):
 
 
 PAST = {
-    "auto": r"^attribute 0.aux of the model couples samples \(0.w: the taps explain",
+    "auto": r"^attribute 0.aux of the model couples samples \(0.w: (the taps explain|got a gradient, but none)",
     "off": "0.w: gets a gradient past what its layer returns",
 }
 
