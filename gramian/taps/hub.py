@@ -17,6 +17,7 @@ from gramian.parallel.lockstep import Lockstep, sharing_group
 from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.taps.model import user_names
 from gramian.taps.model.find_layers import FoundLayer, discover
+from gramian.taps.model.whole_layers import restore, whole_classes
 from gramian.taps.passes import Listener, in_backward
 from gramian.taps.proof.row_proof import RowProof
 from gramian.taps.replaced_forward import LISTENING, ReplacedForward
@@ -176,12 +177,13 @@ def separate_hub(model: nn.Module) -> Iterator[None]:
         GramianError: if a capture is open on the model, or it is private.
     """
     root = user_names.unwrap(model)
-    before = _hub_of.pop(root, None)
+    before, whole = _hub_of.pop(root, None), whole_classes(root)
     try:
         if before is not None and before.live:
             raise GramianError("model: is private, or inside an open capture; expected the model before that")
         yield
     finally:
         _hub_of.pop(root, None)
+        restore(root, whole)
         if before is not None:
             _hub_of[root] = before

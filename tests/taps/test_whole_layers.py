@@ -12,7 +12,7 @@ from gramian.taps.model.whole_layers import whole_classes
 from tests.kit.refusals import refusal
 from tests.oracles import sample_statistics
 from tests.taps.checks import wave
-from tests.taps.test_batch_free import assert_norms_of
+from tests.taps.test_batch_free import assert_norms_of, assert_private_sums_of
 
 pytestmark = pytest.mark.oracle
 D = 4
@@ -87,29 +87,9 @@ def test_the_layer_around_a_list_is_found_and_named_once(caplog: pytest.LogCaptu
     assert whole_classes(model) == {Around}
 
 
-@pytest.mark.parametrize("use", USES[:2], ids=lambda use: use.__name__)
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 def test_private_sums_are_those_of_the_loop(use: Callable[..., Tensor]) -> None:
-    model, x, limit = network(Mixer(use)), batch(4, 5), 0.5
-    want = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    for one in x:
-        found = torch.autograd.grad(
-            wave(model, one[None], reduction="sum"), list(model.parameters()), allow_unused=True
-        )
-        found = [torch.zeros_like(p) if g is None else g for p, g in zip(model.parameters(), found, strict=True)]
-        norm = torch.stack([g.square().sum() for g in found]).sum().sqrt()
-        for (name, _), g in zip(model.named_parameters(), found, strict=True):
-            want[name] += g * min(1.0, limit / float(norm))
-    engine = gramian.PrivacyEngine(insecure_reproducible=True, seed=7)
-    private, optimizer, _ = engine.make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        data_loader=torch.utils.data.DataLoader(list(x), batch_size=4),
-        noise_multiplier=0.0, max_grad_norm=limit, poisson_sampling=False, loss_reduction="sum",
-    )  # fmt: skip
-    wave(private, x, reduction="sum").backward()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer.step()
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(4 * (before[name] - p), want[name], rtol=1e-9, atol=1e-12)
+    assert_private_sums_of(network(Mixer(use)), batch(4, 5))
 
 
 def test_curvature_refuses_until_it_is_known_and_then_has_diagonals() -> None:
@@ -181,3 +161,9 @@ def test_a_loss_of_embeddings_is_exact_beside_logits_between_samples() -> None:
     torch.testing.assert_close(norms.values, want, rtol=1e-9, atol=0)
     with refusal("output 0 of the model couples samples"), gramian.per_sample_norms(model, loss_reduction="sum"):
         F.cross_entropy(model(x)["logits"], torch.arange(3), reduction="sum").backward()
+
+
+def test_a_check_leaves_no_class_behind() -> None:
+    model, x = network(Mixer(only_directly)), batch(3, 5)
+    assert gramian.check(model, x, show=False).finding("per-sample norms").verdict == "exact"
+    assert not whole_classes(model)

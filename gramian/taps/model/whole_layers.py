@@ -39,5 +39,5 @@ def take_whole(root: nn.Module, parameter: str) -> bool:
 
 
 def restore(root: nn.Module, classes: frozenset[type[nn.Module]]) -> None:
-    """Tap these classes as one, and no others."""
+    """Tap layers of exactly these classes as one layer from now on."""
     _classes[root] = set(classes)

@@ -67,7 +67,7 @@ class Borrowed:
             tensors: {parameter name inside the module: the tensor to use in its place}.
             whole: True to replace a parameter in all child modules, too; False in the module itself and its parameter lists
                 only (a tied use in a child has a tap of its own).
-            buffers: {buffer name inside the module: value to begin with}; others begin with their present value.
+            buffers: {buffer name inside the module: value to begin with}; all other buffers begin with their present value.
         """
         own = own_parameters(module, whole)
         swap = {id(own[name]): tensor for name, tensor in tensors.items()}

@@ -2,7 +2,7 @@
 
 The first run draws its masks from torch's generator, as it does without gramian: the mask of a row does not depend on what the
 other rows are, and `torch.manual_seed` repeats it. On a CPU the numbers are those that the layer draws without a capture; on a
-GPU attention and recurrent layers draw others than in their fused kernels.
+GPU the masks of attention and recurrent layers differ from those that their fused kernels draw.
 
 Memory: one byte for each value of a mask until the backward is over; nothing on a GPU for plain dropout, whose mask autograd
 saves anyway. Under activation checkpointing masks are drawn again, as autograd's own are.
@@ -51,7 +51,7 @@ class MaskMode(DropoutMode):
         return x * keep * (1 / (1 - p)), keep
 
     def rrelu(self, func: Callable[..., Tensor], x: Tensor, lower: float, upper: float) -> Tensor:
-        """y = x where x ≥ 0, else r ⊙ x. Slopes r are drawn for all values: for how many others need one is theirs to know."""
+        """y = x where x ≥ 0, else r ⊙ x. Slopes r are drawn for all values: a row's do not depend on signs in others."""
         slope = self.mask(x.shape, lambda: -func(-torch.ones_like(x), lower, upper, True))
         y = torch.where(x >= 0, x, x * slope)
         return x.copy_(y) if func.__name__.endswith("_") else y

@@ -35,7 +35,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, tor
 """{narrowest dtype of the model: largest relative error that counts as exact}; ten times as much for float32 on a GPU, whose
 convolutions multiply in TF32. Batches of one and of three samples are summed in different orders."""
 SHOWN = 3
-"""Number of names in a line; the others are counted."""
+"""Largest number of names in a line; further names are counted."""
 
 
 def check(
