@@ -15,7 +15,7 @@ from benchmarks.optimizer_race import _known
 FIGURE = Path(__file__).parent / "figures" / "optimizer_race.png"
 TITLES = {
     "bytes": "GPT 6 × 384, bytes (nats per byte)",
-    "bpe": "GPT 8 × 512, BPE of 8,192 (nats per token)",
+    "bpe16": "GPT 8 × 512, BPE of 8,192 (nats per token)",
     "autoencoder": "MNIST autoencoder (cross entropy per image)",
     "cnn": "MNIST CNN (cross entropy)",
 }

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks._timing import RESULTS
 from gramian.data import load_windows
 from gramian.data.options import DataSection
 from gramian.models.gpt import GPT, GPTConfig
@@ -66,6 +67,7 @@ def load(name: str, data: Path | None) -> Problem:
             torch.from_numpy(stored[part].astype(np.int16)).to("cuda") for part in ("training", "held_out")
         )
         facts = json.loads(stored["facts"].tobytes())
+        assert facts == json.loads((RESULTS / "text_tokens.json").read_text()), f"{data}: not the tokens of the results"
         config = GPTConfig(vocabulary=facts["vocabulary"], context=LENGTH, layers=8, width=512, heads=8)
         return _language("bpe", len(training) // (BATCH * LENGTH + BATCH), config, training, validation, _once, facts)
     return _images(name, data)
