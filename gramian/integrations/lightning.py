@@ -115,7 +115,8 @@ class PrivacyCallback(Callback):
             raise GramianError("train_dataloader: has no batch_size; expected a DataLoader with one")
         expected = size * parts * trainer.world_size
         records, scaler = len(loader.dataset), _scaler_of(trainer)
-        noise = self.privacy.noise_for(_steps(trainer, max(1, round(records / expected))), expected / records)
+        steps = _steps(trainer, max(1, round(records / expected)))
+        noise = self.privacy.noise_for(steps, expected / records)
         averaged = 1.0 / parts if pl_module.automatic_optimization else 1.0  # by which Lightning multiplies the loss
         reduction = self.privacy.loss_reduction
         _, _, private = self.engine.make_private(
@@ -129,6 +130,8 @@ class PrivacyCallback(Callback):
             loss_scale=averaged if scaler is None else scaler,
             **self.privacy.engine,
         )
+        if self.privacy.target_epsilon is not None:
+            self.engine.limit_epsilon(self.privacy.target_epsilon, self.privacy.target_delta, planned=steps)
         trainer.fit_loop._data_source = _DataLoaderSource(Draws(private, parts), "train_dataloader")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

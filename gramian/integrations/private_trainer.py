@@ -24,6 +24,7 @@ from gramian.integrations.trainer_callbacks import PrivacyState
 from gramian.integrations.trainer_privacy import TrainerPrivacy
 from gramian.privacy.engine import PrivacyEngine
 from gramian.privacy.noise.secrets import load_private, save_private
+from gramian.privacy.private_account import ADJACENCY
 from gramian.privacy.sampling.dataset_fingerprint import preserved_generators
 from gramian.privacy.sampling.poisson import Piece
 from gramian.privacy.sampling.private_loader import PrivateLoader, loading_options
@@ -166,6 +167,8 @@ class PrivateLoop:
             loss_scale=1.0 if scaler is None else scaler,
             **privacy.engine,
         )
+        if privacy.target_epsilon is not None:
+            self.engine.limit_epsilon(privacy.target_epsilon, privacy.target_delta, planned=max_steps)
         self._private, self._draws = loader, iter(())
         self._watch_norm()
         if saved is not None:
@@ -325,6 +328,7 @@ class PrivateLoop:
             "epsilon": self.epsilon(),
             "delta": self.privacy.target_delta,
             "accountant": self.privacy.accountant,
+            "adjacency": ADJACENCY,
             "releases": engine.steps,
             "noise_multiplier": engine.noise_multiplier,
             "sample_rate": engine.sample_rate,

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gramian.core.errors import GramianError
-from gramian.privacy.accounting.accountant import find_noise_multiplier
+from gramian.privacy.accounting.noise_search import find_noise_multiplier
 from gramian.privacy.engine import PrivacyEngine
 from gramian.privacy.options import is_number
 
-ENGINE = ("clipping", "norm_algorithm", "memory_budget", "tuning", "proof")
+ENGINE = ("clip_function", "clipping", "norm_algorithm", "memory_budget", "tuning", "proof")
 """Arguments of `make_private` that are passed on as they are."""
 
 
@@ -42,7 +42,8 @@ class TrainerPrivacy:
     seed: int | None = None
     """Seed of that noise."""
     engine: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of `make_private`: `clipping`, `norm_algorithm`, `memory_budget`, `tuning`, `proof`."""
+    """Further arguments of `make_private`: `clip_function`, `clipping`, `norm_algorithm`, `memory_budget`, `tuning`,
+    `proof`."""
 
     @classmethod
     def of(cls, given: Any) -> "TrainerPrivacy":

@@ -33,3 +33,11 @@ def grouped(index, row_tiles, column_tiles, GROUP: tl.constexpr):
     height = tl.minimum(row_tiles - first, GROUP)
     inside = index % per_band
     return first + inside % height, inside // height
+
+
+@triton.jit
+def load_rows(x, rows, column, stride_t, stride_n, width, COLUMNS: tl.constexpr):
+    """Load COLUMNS entries from `column` on of the given rows of x [R, width]: [rows, COLUMNS]; row −1 and edges are zero."""
+    columns = column + tl.arange(0, COLUMNS)
+    places = x + rows.to(tl.int64)[:, None] * stride_t + columns.to(tl.int64)[None, :] * stride_n
+    return tl.load(places, mask=(rows >= 0)[:, None] & (columns < width)[None, :], other=0.0)

@@ -3,8 +3,9 @@ r"""The reference of private training: clip the gradient of every sample on its 
 .. math::
     S = \sum_i \min(1, C / \|g_i\|)\, g_i
 
-Everything is float64. A sample whose gradient is not finite is left out. Names, losses and batches are those of
-:mod:`gramian.oracles.single_sample`, whose loop of backward passes gives the :math:`g_i`.
+That is "flat" clipping. "per_layer" clips the part of each layer to :math:`C_l`; "automatic" has the factors
+:math:`C / (\|g_i\| + 0.01)`. Everything is float64. A sample whose gradient is not finite is left out. Names, losses and
+batches are those of :mod:`gramian.oracles.single_sample`, whose loop of backward passes gives the :math:`g_i`.
 
 Shape legend: B samples, C the clip norm.
 """
@@ -40,28 +41,44 @@ class ClippedSum(NamedTuple):
         return int((~self.norms_B.isfinite()).sum())
 
 
-def clip(per_sample: Mapping[str, Tensor], max_grad_norm: float) -> ClippedSum:
-    """Clip per-sample gradients g_i to the norm C, min(1, C/‖g_i‖) g_i, and add them up.
+def clip(
+    per_sample: Mapping[str, Tensor], max_grad_norm: float | Sequence[float], function: str = "flat"
+) -> ClippedSum:
+    """Clip per-sample gradients g_i to the norm C and add them up; with "flat", the factors are min(1, C/‖g_i‖).
 
     Samples whose gradient is not finite are left out. Cost: three passes over the gradients, and a copy.
 
     Args:
         per_sample: ``{name: [B, *shape]}``; the norm of a sample covers all names together.
-        max_grad_norm: C.
+        max_grad_norm: C; with "per_layer" the list of C_l, or C for C/√L.
+        function: "flat", "per_layer" or "automatic". A layer has the parameters whose names are equal up to the last dot;
+            ``factors_B`` is then ``[B, L]``.
     """
     wide = {name: g.double() for name, g in per_sample.items()}
-    norms_B = torch.stack([g.flatten(1).square().sum(1).cpu() for g in wide.values()]).sum(0).sqrt()
-    factors_B = torch.where(norms_B.isfinite(), (max_grad_norm / norms_B).clamp(max=1.0), 0.0)
-    finite = norms_B.isfinite().nonzero()[:, 0]
-    clipped = {
-        name: g[finite.to(g.device)] * factors_B[finite].to(g.device).reshape(-1, *[1] * (g.dim() - 1))
-        for name, g in wide.items()
-    }
+    layers: dict[str, list[str]] = {}
+    for name in wide:
+        layers.setdefault(name.rpartition(".")[0] if function == "per_layer" else "", []).append(name)
+    if isinstance(max_grad_norm, Sequence):
+        limits = list(max_grad_norm)
+    else:
+        limits = [max_grad_norm * len(layers) ** -0.5] * len(layers)
+    squares = {name: g.flatten(1).square().sum(1).cpu() for name, g in wide.items()}
+    norms_B = torch.stack([*squares.values()]).sum(0).sqrt()
+    kept, of_layer = norms_B.isfinite(), {}
+    for layer, limit in zip(layers, limits, strict=True):
+        norms = torch.stack([squares[name] for name in layers[layer]]).sum(0).sqrt()
+        factors = limit / (norms + 0.01) if function == "automatic" else (limit / norms).clamp(max=1.0)
+        of_layer[layer] = torch.where(kept, factors, 0.0)
+    finite, clipped = kept.nonzero()[:, 0], {}
+    for layer, names in layers.items():
+        for name in names:
+            g = wide[name][finite.to(wide[name].device)]
+            clipped[name] = g * of_layer[layer][finite].to(g.device).reshape(-1, *[1] * (g.dim() - 1))
     return ClippedSum(
-        {name: g.sum(0) for name, g in clipped.items()},
+        {name: clipped[name].sum(0) for name in wide},
         norms_B,
-        factors_B,
-        {name: float(g.flatten(1).norm(dim=1).sum()) for name, g in clipped.items()},
+        torch.stack([*of_layer.values()], 1).squeeze(1),
+        {name: float(clipped[name].flatten(1).norm(dim=1).sum()) for name in wide},
     )
 
 

@@ -4,7 +4,7 @@ The site is the object that knows the formulas of this kind of layer. Every list
 receives the gradients, and sums them over all uses of a parameter before it delivers them.
 """
 
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from gramian.core.errors import GramianError
 from gramian.linalg.wide import exact_float32
 from gramian.taps.passes import SECOND_BACKWARD, Explained, Pass
 from gramian.taps.records import LayerRecord
+from gramian.taps.sites.site import Sides, Site
 from gramian.taps.tap import Tap
 from gramian.taps.tapped_model import TappedModel, TapUse, refuse_create_graph, refuse_unseen, rows_over_batch
 
@@ -42,7 +43,7 @@ def report(use: TapUse, saved: list[Tensor], gradients: list[Tensor]) -> None:
     if not model.rule.another_backward_follows:
         use.pass_ = use.extra = None  # the graph outlives the backward
     try:
-        _receive(model, pass_, use.tap, use.ordinal, saved, gradients, extra, borrowed=False)
+        _receive(model, pass_, use.tap, use.site, use.ordinal, saved, gradients, extra, borrowed=False)
     except GramianError as error:
         model.raise_after_run(use.tap, error)
 
@@ -71,13 +72,14 @@ def report_compiled(
     for name in tap.parameters.values():
         tied = model.users[name] - 1
         pass_.uses[name] = max(pass_.uses.get(name, 0), ordinal + 1 + tied, tap.traced_uses + tied)
-    _receive(model, pass_, tap, ordinal, saved, gradients, None, borrowed=True)
+    _receive(model, pass_, tap, tap.site, ordinal, saved, gradients, None, borrowed=True)
 
 
 def _receive(
     model: TappedModel,
     pass_: Pass,
     tap: Tap,
+    site: Site | None,
     ordinal: int,
     saved: list[Tensor],
     output_gradients: list[Tensor],
@@ -87,7 +89,7 @@ def _receive(
     module, audience = tap.owner(), model.passes.audience(pass_)
     if module is None or not audience:
         return
-    assert tap.site is not None
+    assert site is not None
     device = output_gradients[0].device.type
     model.passes.begin(pass_, device)
     needed = model.needed
@@ -106,7 +108,7 @@ def _receive(
         model.live = False  # the generic site runs the layer again: untapped
         try:
             with tap.named_errors():
-                by_local = tap.site.gradients(module, saved, output_gradients, batch, extra)
+                by_local = site.gradients(module, saved, output_gradients, batch, extra)
         finally:
             model.live = True
         named = {tap.parameters[local]: gradient for local, gradient in by_local.items()}
@@ -121,13 +123,22 @@ def _receive(
                     f"{name}: its site explains a gradient of shape {list(gradient.shape)}; "
                     f"expected {list(model.parameters[name].shape)}"
                 )
-        sides = partial(tap.site.sides, module, saved, output_gradients, batch)
+
+        @cache
+        def sides() -> dict[str, Sides | str]:
+            model.live = False  # as above
+            try:
+                with tap.named_errors():
+                    return site.matrix_sides(module, saved, output_gradients, batch, extra)
+            finally:
+                model.live = True
+
         for listener, info in audience:
             record = LayerRecord(
-                tap.name, tap.site.kind, ordinal, saved, output_gradients, gradients, info, sides, borrowed
+                tap.name, site.kind, ordinal, saved, output_gradients, gradients, info, sides, borrowed
             )
             listener.layer(record)
-        if model.rule.withholds and not tap.site.compiles:
+        if model.rule.withholds and not (site.compiles or site.inline):
             for name, gradient in gradients.items():
                 pass_.explained[name] = Explained.of(gradient, pass_.explained.get(name))
-        model.passes.arrive(pass_, tap.site.kind, gradients, borrowed)
+        model.passes.arrive(pass_, site.kind, gradients, borrowed)

@@ -1,22 +1,27 @@
 """One call of a tapped layer: its own forward, on detached weights if a rule withholds weight gradients, then the observer."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from gramian.core.errors import GramianError
 from gramian.taps.model import user_names
 from gramian.taps.model.batch_free import unwrapped, with_rows
 from gramian.taps.model.empty_batches import apart
-from gramian.taps.observer import observe
+from gramian.taps.model.preserve_state import Generators
+from gramian.taps.observer import observe, observe_product
 from gramian.taps.passes import in_backward
 from gramian.taps.sites.generic import Generic
+from gramian.taps.sites.products.inline_products import InlineProducts
+from gramian.taps.sites.products.weight_views import UnknownUse
 from gramian.taps.tap import Tap
-from gramian.taps.tapped_model import TappedModel
+from gramian.taps.tapped_model import TappedModel, rows_over_batch
 
 TENSOR_PARALLEL_KINDS = ("linear", "embedding", "norm")
 """Kinds of layers (`Site.kind`) that may be tensor parallel in a captured model."""
@@ -36,6 +41,9 @@ def run_layer(
         with tap.named_errors():
             args, kwargs, grown = unwrapped(args, kwargs, any_axes=tap.site.kind in ("linear", "norm"))
     assert tap.site is not None
+    _choose_site(model, tap, grown)
+    if isinstance(tap.site, InlineProducts):
+        return _run_inline(model, tap, tap.site, module, plain, args, kwargs)
     trains = any(user_names.parameter(module, local).requires_grad for local in tap.parameters)
     plain = tap.site.own_forward(module, plain)
     if model.rule.withholds:
@@ -78,6 +86,56 @@ def run_layer(
     return with_rows(seen) if free or grown else seen
 
 
+def _choose_site(model: TappedModel, tap: Tap, grown: bool = False) -> None:
+    """Let a layer of products run by its fallback where records of whole layers, or copies without a batch axis, are needed."""
+    if tap.products is not None:
+        tap.site = tap.products.fallback if grown or model.takes_layers else tap.products
+
+
+def _run_inline(
+    model: TappedModel,
+    tap: Tap,
+    site: InlineProducts,
+    module: nn.Module,
+    plain: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Run a layer's own forward with an observer behind every product of a weight, and return its output.
+
+    A layer that uses weights otherwise starts anew, from the same random numbers, with the site's fallback from now on.
+    """
+    trained = [name for k, name in tap.parameters.items() if user_names.parameter(module, k).requires_grad]
+    if not trained:
+        return plain(*args, **kwargs)
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    _refuse_tensor_parallel(model, tap, module, tensors)
+    batch = model.passes.batch_of_second_run(tap.name) if in_backward() else model.batch
+    run = site.observed(module, plain, batch, partial(observe_product, model, tap))
+    run = DetachedForward(run, module, tap.parameters, None) if model.rule.withholds else run
+    generators = Generators(module)
+    states = generators.states()
+    before = model.passes.current
+    uses, ordinals = (dict(before.uses), dict(before.ordinals)) if before else ({}, {})
+    calls = model.calls if model.proof_run is None else model.proof_run.calls
+    called = len(calls)
+    try:
+        output = run(*args, **kwargs)
+    except UnknownUse:
+        generators.restore(states)
+        if model.passes.current:
+            model.passes.current.uses, model.passes.current.ordinals = uses, ordinals
+        del calls[called:]
+        model.fallbacks += 1
+        tap.products, tap.site = None, site.fallback
+        return run_layer(model, tap, module, plain, args, kwargs)
+    model.watch(tap)
+    if not in_backward():
+        rows = rows_over_batch(tensors, [], batch)
+        calls += [(name, 0, rows) for name in trained]
+    return output
+
+
 def run_untapped(
     model: TappedModel, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
@@ -86,6 +144,7 @@ def run_untapped(
         weight = user_names.parameter(module, local)
         if weight.requires_grad and name in model.parameters:
             model.weights[name] = weight  # type: ignore[index]
+    _choose_site(model, tap)
     if isinstance(tap.site, Generic):
         with tap.named_errors():
             output, _ = tap.site.first_run(module, plain, args, kwargs)  # dropout as in a run with the tap

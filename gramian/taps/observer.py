@@ -54,6 +54,18 @@ class Observe(torch.autograd.Function):
         return None, None, None, *gradients, *[None] * ctx.saved
 
 
+class ObserveInPlace(Observe):
+    """The same observer behind a tensor that was written in place, which other code goes on to use."""
+
+    @staticmethod
+    def forward(ctx: Any, probe: Tensor, use: TapUse, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the first tensor itself and save all but the first, as `Observe` does."""
+        ctx.save_for_backward(*tensors[1:])
+        ctx.use, ctx.saved = use, len(tensors) - 1
+        ctx.mark_dirty(tensors[0])
+        return tensors[:1]
+
+
 class ObserveCompiled(torch.autograd.Function):
     """Identity on the outputs of a layer in a compiled graph; its backward reports through the operator `gramian::emit`."""
 
@@ -122,8 +134,28 @@ def observe(model: TappedModel, tap: Tap, output: Any, saved: list[Tensor], extr
     return pytree.tree_unflatten(leaves, spec)
 
 
-def open_use(model: TappedModel, tap: Tap, extra: Any, saved: Sequence[Tensor], outputs: Sequence[Tensor]) -> TapUse:
+def observe_product(model: TappedModel, tap: Tap, y: Tensor, saved: list[Tensor], layout: Any) -> Tensor:
+    """Put an observer behind one product of a weight inside a layer; `saved` and `layout` are the site's (eager mode)."""
+    name = tap.parameters[layout.view.name]
+    use = open_use(model, tap, layout, saved, [y], [name])
+    if model.rule.withholds and not in_backward() and model.proof_run is None:
+        model.rule.foresee_product(name, layout, y, saved)
+    function = ObserveInPlace if layout.in_place else Observe
+    seen: tuple[Tensor, ...] = function.apply(model.probe, use, 1, y, *saved)  # type: ignore[no-untyped-call]
+    return seen[0]
+
+
+def open_use(
+    model: TappedModel,
+    tap: Tap,
+    extra: Any,
+    saved: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    parameters: Sequence[str] | None = None,
+) -> TapUse:
     """Record one call of a layer in the pass under way, count the uses of its parameters, and return the call (eager mode).
+
+    `parameters`: names of those of a product inside the layer, which is no call of it; None: the layer itself was called.
 
     Raises:
         GramianError: if the layer runs outside a forward of the root module while a listener needs proven per-sample
@@ -147,8 +179,10 @@ def open_use(model: TappedModel, tap: Tap, extra: Any, saved: Sequence[Tensor], 
         model.open_pass(torch.empty(model.batch, 0))
     pass_ = model.passes.current
     assert pass_ is not None
-    for name in tap.parameters.values():
+    for name in tap.parameters.values() if parameters is None else parameters:
         pass_.uses[name] = pass_.uses.get(name, 0) + 1
+    if parameters is not None:
+        return TapUse(model, tap, pass_, extra, inside_backward=False)
     ordinal = pass_.ordinals[tap.name] = pass_.ordinals.get(tap.name, -1) + 1
     calls = model.calls if model.proof_run is None else model.proof_run.calls
     calls.append((tap.name, ordinal, rows_over_batch(saved, outputs, pass_.batch)))

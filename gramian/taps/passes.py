@@ -20,6 +20,7 @@ from gramian.taps.audit import AGREES
 from gramian.taps.gradients import PerSampleGradient, join
 from gramian.taps.records import LayerRecord, ParameterRecord, PassInfo
 from gramian.taps.roles import GradientRule, Statistic
+from gramian.taps.sites.site import INLINE
 
 SECOND_BACKWARD = "backward: ran twice through one forward; expected one backward for each forward"
 FORWARDS_WITHOUT_BACKWARD = 1024
@@ -274,11 +275,13 @@ class PassBook:
         """Join the per-sample gradients of all uses of a parameter and deliver the record to the listeners."""
         parts = pass_.arrived.pop(name)
         pass_.delivered.add(name)
-        kind = " + ".join(dict.fromkeys(kind for kind, _ in parts))
+        kinds = [kind for kind, _ in parts]
+        kind = " + ".join(dict.fromkeys(kinds))
+        calls = len(kinds) - max(kinds.count(INLINE) - 1, 0)  # products inside a layer are no calls of it
         gradient = join([part for _, part in parts])
         for listener, info in self.audience(pass_):
             mine = gradient if info.units is None else join([part.regroup(info.units) for _, part in parts])
-            listener.parameter(ParameterRecord(name, kind, len(parts), mine, info, borrowed))
+            listener.parameter(ParameterRecord(name, kind, calls, mine, info, borrowed, INLINE in kinds))
 
     def _end_of_backward(self, device: str) -> None:
         """Deliver parameters some of whose uses got no gradient, and close the passes of the backward that ends.

@@ -71,8 +71,9 @@ class LayerRecord:
     gradients: dict[str, PerSampleGradient]
     """{parameter: its gradients from this call}, one for each of B rows, not yet grouped into units."""
     info: PassInfo
-    sides: "Callable[[], Sides]"
-    """Function that returns inputs and output gradients as tokens [B, T, …]; only for a layer whose weight is one matrix."""
+    sides: "Callable[[], dict[str, Sides | str]]"
+    """Function that returns inputs and output gradients by token, [B, T, …], of each matrix of the layer; only for layers that
+    have some (`Site.matrix_sides`)."""
     borrowed: bool
     """True if the tensors are valid during the call only (a compiled graph reuses their memory)."""
 
@@ -89,6 +90,8 @@ class ParameterRecord:
     info: PassInfo
     borrowed: bool = False
     """True if the gradient's tensors are valid during the call only (a compiled graph reuses their memory)."""
+    inline: bool = False
+    """True if some use is a product inside a layer, of which no single layer record is compared by a row proof."""
 
     def squared_norms(self, choice: Algorithm = "auto") -> Tensor:
         """Squared norm of the gradient of each unit's own loss: [U]. `choice` is the norm algorithm; cached for each."""

@@ -133,6 +133,9 @@ class GradientRule(Protocol):
         Called only if `withholds` is True.
         """
 
+    def foresee_product(self, name: str, layout: Any, y: Tensor, saved: list[Tensor]) -> None:
+        """The same for one product y of the parameter `name` inside a layer, read by `layout`; `saved` is stored of it."""
+
 
 class Ordinary:
     """The default gradient rule: autograd forms weight gradients, `p.grad` is what it would be without gramian."""
@@ -143,6 +146,9 @@ class Ordinary:
     def foresee(self, tap: Any, saved: list[Tensor], output: Any) -> None:
         """Do nothing: the ordinary rule plans neither memory nor algorithms from the shapes of a layer that ran."""
 
+    def foresee_product(self, name: str, layout: Any, y: Tensor, saved: list[Tensor]) -> None:
+        """Do nothing, as in `foresee`."""
+
 
 class Withheld:
     """Gradient rule under which autograd forms no weight gradient, which saves work; statistics still see every record."""
@@ -152,3 +158,6 @@ class Withheld:
 
     def foresee(self, tap: Any, saved: list[Tensor], output: Any) -> None:
         """Do nothing: this rule plans neither memory nor algorithms from the shapes of a layer that ran."""
+
+    def foresee_product(self, name: str, layout: Any, y: Tensor, saved: list[Tensor]) -> None:
+        """Do nothing, as in `foresee`."""

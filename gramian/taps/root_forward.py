@@ -5,6 +5,8 @@ A compiled root calls the operator `gramian::begin`, which proves the eager modu
 proven by a hook before FSDP2's own, because a proof runs entire forwards with all hooks, on all processes or on none.
 """
 
+import functools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -91,6 +93,11 @@ class RootForward:
         Raises:
             GramianError: if the proof fails, or the model was sharded inside a capture.
         """
+        # dynamo calls this where it gave up on the root's frame, and would go on to compile the code of the proof
+        eager = RootForward._run if "torch._dynamo" not in sys.modules else _uncompiled()
+        return eager(self, tap, module, plain, args, kwargs)
+
+    def _run(self, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         forward = partial(self._forward, tap, module, plain)
         batch = self._samples_of(args, kwargs)
         if self._model.proof_run is not None or in_backward() or batch < 2 or self._model.trusts_shapes:
@@ -184,6 +191,12 @@ class RootForward:
                 "model: was sharded inside a capture, where it cannot be proven whose row is which; expected fully_shard "
                 'before the capture is entered, or proof="off"'
             )
+
+
+@functools.cache
+def _uncompiled() -> Callable[..., Any]:
+    run: Callable[..., Any] = torch.compiler.disable(RootForward._run, reason="dynamo gave up on the root")
+    return run
 
 
 class ShardedRootHook:

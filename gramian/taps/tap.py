@@ -17,6 +17,7 @@ from torch._guards import TracingContext
 
 from gramian.core.errors import GramianError
 from gramian.taps.model.find_layers import FoundLayer
+from gramian.taps.sites import InlineProducts
 from gramian.taps.sites.site import Site
 
 next_key = itertools.count().__next__
@@ -39,6 +40,8 @@ class Tap:
         self.parameters: dict[str, str] = {}
         """{name inside the layer: name in the user's model} of the parameters whose gradients this tap computes; a tied
         parameter has the first of its names in the model."""
+        self.products: InlineProducts | None = None
+        """The site, if it is one of products inside the layer, whose fallback may take its place from call to call."""
         self.is_root = False
         self.run: Callable[..., Any] = lambda *_: None
         """Function that runs the layer: `layer_forward.run_layer`, excluded from compilation if `site.compiles` is False."""
@@ -49,6 +52,7 @@ class Tap:
     def describe(self, found: FoundLayer, is_root: bool) -> None:
         """Set name, site and parameters from `found`; `is_root`: the layer is the root module of the model."""
         self.name, self.site, self.parameters, self.is_root = found.name, found.site, found.parameters, is_root
+        self.products = found.site if isinstance(found.site, InlineProducts) else None
 
     @contextmanager
     def named_errors(self) -> Iterator[None]:

@@ -51,7 +51,7 @@ class ProofRun:
 class TapUse:
     """One call of a tapped layer in one pass (eager mode)."""
 
-    __slots__ = ("extra", "inside_backward", "model", "ordinal", "pass_", "tap")
+    __slots__ = ("extra", "inside_backward", "model", "ordinal", "pass_", "site", "tap")
 
     def __init__(
         self, model: "TappedModel", tap: Tap, pass_: Pass | None, extra: Any, inside_backward: bool, ordinal: int = 0
@@ -67,6 +67,7 @@ class TapUse:
             ordinal: number of earlier calls of the layer in the pass.
         """
         self.model, self.tap, self.pass_, self.extra = model, tap, pass_, extra
+        self.site = tap.site
         self.inside_backward, self.ordinal = inside_backward, ordinal
 
 
@@ -101,11 +102,15 @@ class TappedModel:
         self.directions: dict[Any, Directions] = {}
         """Random directions on which audits project gradients, by shape and device."""
         self.listeners: list[Listener] = []
+        self._outside: list[Listener] = []
+        """The listeners that wait while a proof's recorder is in their place."""
         self.passes = PassBook(self.listeners, lambda: self.rule)
         self.taps: list[Tap] = []
         """The installed taps."""
         self.users: Counter[str] = Counter()
         """{parameter: number of installed taps whose layer has it}, more than 1 for a tied one."""
+        self.fallbacks = 0
+        """How many layers of products began anew, with their fallback."""
         self.calls: list[Call] = []
         """Calls of tapped layers in the forward under way (eager mode)."""
         self.lockstep = Lockstep()
@@ -151,6 +156,12 @@ class TappedModel:
     def tells_samples_apart(self) -> bool:
         """True if a listener needs per-sample gradients and has not switched the row proof off."""
         return any(listener.per_sample and listener.proof != "off" for listener in self.listeners)
+
+    @property
+    def takes_layers(self) -> bool:
+        """True if a statistic of a listener receives records of whole layers (`Health`), not of parameters or products."""
+        found = [statistic for one in self._outside or self.listeners for statistic in one.statistics]
+        return any(one.needs == "layer" and not getattr(one, "takes_products", False) for one in found)
 
     @property
     def needed(self) -> frozenset[str] | None:
@@ -208,12 +219,13 @@ class TappedModel:
         listeners, current, per_sample, batch = list(self.listeners), self.passes.current, self.per_sample, self.batch
         output_layer = self.output_layer
         self.per_sample, self.proof_run = self.tells_samples_apart, ProofRun()
+        self._outside = listeners
         self.listeners[:] = [recorder]
         try:
             yield self.proof_run
         finally:
             self.passes.settle()
-            self.listeners[:] = listeners
+            self.listeners[:], self._outside = listeners, []
             failure = self.proof_run.failure
             self.passes.current, self.per_sample, self.batch, self.proof_run = current, per_sample, batch, None
             self.output_layer = output_layer

@@ -155,6 +155,16 @@ class _Bench:
                 yield from _compare(model, want, case.label)
             yield Comparison("norms", case.label, norms)
 
+    def functions(self) -> Iterator[Comparison]:
+        """Compare the gradients after a private step by other clipping functions than "flat"."""
+        (x, y), mine = self.batch(), self.rows
+        for mode, function in product(dict.fromkeys(case.mode for case in self.cases), ("per_layer", "automatic")):
+            want = clip(self.gradients, self.limit, function)
+            with self.private(clipping=mode, clip_function=function) as (model, optimizer, engine):
+                engine.backward(loss_of(model, x[mine], y[mine]))
+                optimizer.step()
+                yield from _compare(model, want, f"{mode}, {function}")
+
     def accumulated(self) -> Iterator[Comparison]:
         """Compare a private step after several backwards, in one of which the last process has no samples."""
         want = clip(self.gradients, self.limit)
@@ -228,6 +238,7 @@ def plan(
         for dtype, bench in benches.items():
             found += [check(f"clipped sums, {str(dtype).removeprefix('torch.')}", TOLERANCES[dtype], bench.sums)]
         exact, tolerance = benches[torch.float64], TOLERANCES[torch.float64]
+        found += [check("clipping functions", tolerance, exact.functions)]
         found += [check("several backwards", tolerance, exact.accumulated)]
         if not grid.uses_fsdp2:
             found += [check("single samples", tolerance, exact.single)]

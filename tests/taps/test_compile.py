@@ -490,6 +490,23 @@ def test_position_ids_without_a_batch_axis_are_refused_by_name_under_compile() -
         _squares(compiled, torch.randint(7, (4, 8))).backward()
 
 
+def test_a_root_that_dynamo_gives_up_on_is_refused_in_the_words_of_eager_mode() -> None:
+    model = nn.Sequential(nn.Conv1d(4, 3, 1), nn.BatchNorm1d(3))
+    model.compile(backend="aot_eager")
+    with refusal(r"^1 \(BatchNorm1d\) mixes the samples.*expected"), gramian.per_sample_norms(model):
+        _squares(model, torch.randn(5, 4, 6)).backward()
+
+
+def test_norms_of_a_root_that_dynamo_gives_up_on_are_those_of_single_samples() -> None:
+    model, x_BTI = nn.GRU(4, 3, batch_first=True).double(), torch.randn(5, 6, 4, dtype=torch.float64)
+    loop = [torch.autograd.grad(_squares(lambda x: model(x)[0], x[None]), list(model.parameters())) for x in x_BTI]
+    model.compile(backend="aot_eager")
+    with gramian.per_sample_norms(model, loss_reduction="sum") as norms:
+        _squares(lambda x: model(x)[0], x_BTI).backward()
+    expected_B = torch.stack([torch.cat([g.flatten() for g in own]).norm() for own in loop])
+    torch.testing.assert_close(norms.values, expected_B, rtol=1e-9, atol=0)
+
+
 # ---- leaving --------------------------------------------------------------------------------------------------------
 
 

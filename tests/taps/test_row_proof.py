@@ -308,7 +308,7 @@ def test_plan_and_record_say_what_is_proven() -> None:
     F.cross_entropy(model(x), torch.zeros(6, dtype=torch.long)).backward()
     optimizer.step()
     assert engine.proof["rows"] == "proven" and engine.proof["structures"][0]["samples"] == 6
-    assert str(engine.plan).splitlines()[-1] == "rows: proven; loss: not proven"
+    assert str(engine.plan).splitlines()[-1] == "rows: proven; loss: not proven; adjacency: add or remove one record"
     engine.detach()
 
 

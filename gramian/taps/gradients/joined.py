@@ -15,6 +15,9 @@ from torch import Tensor
 from gramian.linalg.wide import wide, wide_bmm
 from gramian.plan.norm_algorithm import Algorithm
 from gramian.taps.gradients.directions import Directions
+from gramian.taps.gradients.grouped_outer import GroupedOuter
+from gramian.taps.gradients.grouped_rows import all_rows
+from gramian.taps.gradients.grouped_sum import GroupedSum
 from gramian.taps.gradients.indexed import Indexed
 from gramian.taps.gradients.outer import Outer
 from gramian.taps.gradients.per_sample_gradient import PerSampleGradient, flat
@@ -33,9 +36,19 @@ def join(parts: Sequence[PerSampleGradient]) -> PerSampleGradient:
     outers = [part for part in parts if isinstance(part, Outer)]
     rows = [part for part in parts if isinstance(part, Indexed)]
     sums = [part for part in parts if isinstance(part, Summed)]
-    merged = [part for part in parts if not isinstance(part, Outer | Indexed | Summed)]
+    merged = [part for part in parts if not isinstance(part, Outer | Indexed | Summed | GroupedOuter | GroupedSum)]
+    stacks = [part for part in parts if isinstance(part, GroupedOuter)]
+    vectors = [part for part in parts if isinstance(part, GroupedSum)]
+    if len(stacks) > 1:
+        sides = _cat([p.left_RM for p in stacks], 0), _cat([p.right_RN for p in stacks], 0)
+        merged.append(GroupedOuter(*sides, all_rows([p.rows for p in stacks]), stacks[0].shape, stacks[0].input_left))
+    if len(vectors) > 1:
+        rows_RN = _cat([p.rows_RN for p in vectors], 0)
+        merged.append(GroupedSum(rows_RN, all_rows([p.rows for p in vectors]), vectors[0].shape))
+    merged += [*(stacks if len(stacks) == 1 else []), *(vectors if len(vectors) == 1 else [])]
     if len(outers) > 1:
-        outers = [Outer(_cat([p.left_BTM for p in outers]), _cat([p.right_BTN for p in outers]))]
+        sides = _cat([p.left_BTM for p in outers]), _cat([p.right_BTN for p in outers])
+        outers = [Outer(*sides, outers[0].input_left)]
     if len(rows) > 1:
         rows = [Indexed(_cat([p.index_BT for p in rows]), _cat([p.rows_BTD for p in rows]), rows[0].shape[0])]
     if len(sums) > 1:
@@ -83,9 +96,17 @@ class Joined(PerSampleGradient):
         """The stored tensors of all uses, in one list."""
         return [t for part in self.parts for t in part.tensors()]
 
+    def fingerprinted(self) -> list[tuple[str | None, Tensor]]:
+        """What a row proof compares of all uses, in one list."""
+        return [one for part in self.parts for one in part.fingerprinted()]
+
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
         """A new `Joined` of the same uses with `function` applied to every tensor that a use stores."""
         return type(self)([part.mapped(function) for part in self.parts])
+
+    def select(self, start: int, stop: int) -> Self:
+        """The gradients of samples start … stop−1 only, of every use."""
+        return type(self)([part.select(start, stop) for part in self.parts])
 
     @property
     def tokens(self) -> int:
@@ -135,7 +156,7 @@ def inner(left: PerSampleGradient, right: PerSampleGradient) -> Tensor:
     return torch.cat([flat(a.per_sample() * b.per_sample()).sum(1) for a, b in pairs])
 
 
-def _cat(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors [B, T_k, …] along axis 1, the tokens, in the widest of their dtypes."""
+def _cat(tensors: Sequence[Tensor], axis: int = 1) -> Tensor:
+    """Concatenate tensors [B, T_k, …] along an axis, by default that of tokens, in the widest of their dtypes."""
     dtype = max((t.dtype for t in tensors), key=lambda dtype: dtype.itemsize)
-    return torch.cat([t.to(dtype) for t in tensors], dim=1)
+    return torch.cat([t.to(dtype) for t in tensors], dim=axis)

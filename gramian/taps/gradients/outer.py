@@ -27,9 +27,13 @@ GRAM_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}
 class Outer(PerSampleGradient):
     """Per-sample gradients g_i = Σ_t l_it r_itᵀ = L_iᵀR_i of a matrix [M, N], from left_BTM (l) and right_BTN (r)."""
 
-    def __init__(self, left_BTM: Tensor, right_BTN: Tensor) -> None:
-        """Store the vectors l_t [B, T, M] and r_t [B, T, N] of the gradients Σ_t l_t r_tᵀ as views; nothing is computed."""
-        self.left_BTM, self.right_BTN = left_BTM, right_BTN
+    def __init__(self, left_BTM: Tensor, right_BTN: Tensor, input_left: bool | None = None) -> None:
+        """Store the vectors l_t [B, T, M] and r_t [B, T, N] of the gradients Σ_t l_t r_tᵀ as views; nothing is computed.
+
+        `input_left`: True if l are inputs of the layer and r its output gradients, False for the other way round; None: not
+        known.
+        """
+        self.left_BTM, self.right_BTN, self.input_left = left_BTM, right_BTN, input_left
         self._squares: dict[str, Tensor] = {}
         self.batch = left_BTM.shape[0]
         self.shape = (left_BTM.shape[2], right_BTN.shape[2])
@@ -68,7 +72,16 @@ class Outer(PerSampleGradient):
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
         """A new `Outer` with `function` applied to the left tensor [B, T, M] and to the right tensor [B, T, N]."""
-        return type(self)(function(self.left_BTM), function(self.right_BTN))
+        return type(self)(function(self.left_BTM), function(self.right_BTN), self.input_left)
+
+    def fingerprinted(self) -> list[tuple[str | None, Tensor]]:
+        """The two sides, as input and output gradient if it is known which is which."""
+        names = {True: ("input", "output gradient"), False: ("output gradient", "input"), None: (None, None)}
+        return list(zip(names[self.input_left], self.tensors(), strict=True))
+
+    def picked(self, samples: Tensor) -> Self:
+        """The gradients of some samples, by their numbers [K]: copies of their vectors."""
+        return self.mapped(lambda t: t[samples])
 
     @property
     def tokens(self) -> int:
@@ -135,17 +148,18 @@ def gram_of(outers: Sequence[Outer]) -> tuple[Tensor, Tensor]:
     else:
         sides, shared = [outer.left_BTM for outer in outers], first.right_BTN
     squares_B, diagonal_B = gram_squares(sides, shared)
-    return squares_B, _cancels(squares_B, diagonal_B)
+    return squares_B, cancels(squares_B, diagonal_B)
 
 
 def direct_of(outer: Outer) -> tuple[Tensor, Tensor]:
     """‖LᵀR‖² of every sample [B], with LᵀR formed, and a mask [B], True if tokens cancel so much that digits are lost."""
     squares_B = direct_squares(outer.left_BTM, outer.right_BTN)
     diagonal_B = (wide_norms(outer.left_BTM) * wide_norms(outer.right_BTN)).square().sum(1)
-    return squares_B, _cancels(squares_B, diagonal_B)
+    return squares_B, cancels(squares_B, diagonal_B)
 
 
-def _cancels(squares_B: Tensor, diagonal_B: Tensor) -> Tensor:
+def cancels(squares_B: Tensor, diagonal_B: Tensor) -> Tensor:
+    """Mask [B], True where rounding of `diagonal_B`, the sum of squared norms of tokens, is not small beside `squares_B`."""
     epsilon = torch.finfo(squares_B.dtype).eps
     return 4 * epsilon * diagonal_B > GRAM_TOLERANCE[squares_B.dtype] * squares_B
 

@@ -56,6 +56,13 @@ class PerSampleGradient(ABC):
     def tensors(self) -> list[Tensor]:
         """The stored tensors [B, …] from which the gradients are computed."""
 
+    def fingerprinted(self) -> "list[tuple[str | None, Tensor]]":
+        """(name, tensor [B, …]) of what a row proof compares sample by sample: by default the stored tensors.
+
+        A name is "input" or "output gradient"; None: it follows from the layer's record.
+        """
+        return [(None, t) for t in self.tensors()]
+
     @abstractmethod
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
         """A new gradient of the same class, with `function` applied to each of the stored tensors [B, …]."""

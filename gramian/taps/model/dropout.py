@@ -192,11 +192,11 @@ def _recurrent(mode: DropoutMode, func: Any, *args: Any) -> Any:
 
 def _inside(mode: DropoutMode, func: Any, *args: Any, **kwargs: Any) -> Any:
     with mode:
-        return _body(func)(*args, **kwargs)
+        return python_body(func)(*args, **kwargs)
 
 
 @cache
-def _body(func: types.FunctionType) -> Callable[..., Any]:
+def python_body(func: types.FunctionType) -> Callable[..., Any]:
     """A function of `torch.nn.functional` as it is written, without the question at its beginning whether a mode wants it."""
     asks = [name for name in func.__globals__ if name.startswith("has_torch_function")]
     names = func.__globals__ | dict.fromkeys(asks, lambda *_: False)

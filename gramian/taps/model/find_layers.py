@@ -1,6 +1,7 @@
 """Find the layers of a model that can be tapped, and its trainable parameters, under the user's names."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -10,7 +11,8 @@ from gramian.core.errors import GramianError
 from gramian.taps.model import user_names
 from gramian.taps.model.whole_layers import whole_classes
 from gramian.taps.roles import ParameterInfo
-from gramian.taps.sites import Generic, Site, site_for
+from gramian.taps.sites import Generic, InlineProducts, Site, site_for
+from gramian.taps.sites.site import LayerForm
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,11 @@ class FoundLayer:
     """How the layer is tapped; None for the root module, if it has no direct parameters."""
     parameters: dict[str, str]
     """{name inside the layer: name in the model}; a tied parameter has the first name under which it was found."""
+
+    @cached_property
+    def forms(self) -> dict[str, LayerForm]:
+        """{name of a parameter inside the layer, or of a part of one: its form as a matrix} (`Site.forms`)."""
+        return {} if self.site is None else self.site.forms(self.module)
 
 
 def discover(root: nn.Module) -> tuple[list[FoundLayer], dict[str, ParameterInfo]]:
@@ -48,7 +55,7 @@ def discover(root: nn.Module) -> tuple[list[FoundLayer], dict[str, ParameterInfo
             raise GramianError(
                 f"{name or 'model'} (TorchScript) cannot be tapped; expected the module it was made from"
             )
-        site = Generic(whole=True) if type(module) in whole and module is not root else site_for(module)
+        site = InlineProducts(Generic(whole=True)) if type(module) in whole and module is not root else site_for(module)
         site = None if id(module) in explained_by_parent else site
         if site is None and module is not root:
             continue

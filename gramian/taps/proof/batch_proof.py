@@ -88,6 +88,7 @@ class BatchProof:
         failure: GramianError | None = None
         kinds = iter((False, True))
         while True:
+            fallbacks = model.fallbacks
             try:
                 found = self.once(sums_only=sums_only)
                 for kind in whole_classes(root) - whole:
@@ -97,8 +98,14 @@ class BatchProof:
                     )
                 return found
             except GramianError as error:
+                if model.fallbacks != fallbacks:
+                    continue
                 failure = failure or error
             except Exception:  # the user's code may not run on copies, and is then refused as without them
+                if (
+                    model.fallbacks != fallbacks
+                ):  # a layer began anew, and its first start saved tensors in a checkpoint
+                    continue
                 if failure is None:
                     raise
             if self.unexplained and self._may_retap and take_whole(root, self.unexplained):

@@ -69,10 +69,12 @@ class RowComparison:
         Returns:
             Error text that names layer and tensor, and advice to append (may be empty); None if no row differs.
         """
-        if base.rows.keys() != run.rows.keys():
-            odd = sorted(base.rows.keys() ^ run.rows.keys())[0]
-            return f"{odd[1] or 'model'}: is called another number of times", ""
         here, there = list(rows), list(places)
+        for odd in sorted(base.rows.keys() ^ run.rows.keys()):
+            found, at = (base, here) if odd in base.rows else (run, there)
+            # an expert without tokens is not called: the samples that are compared must have none in the other run either
+            if odd[1] not in found.recorder.ragged or bool((found.rows[odd].projections_RK[at] != 0).any()):
+                return f"{odd[1] or 'model'}: is called another number of times", ""
         for title, one, other, key in self._pairs(base, run):
             if one.shape != other.shape:
                 return f"{title} has another shape", ""
@@ -147,7 +149,7 @@ class RowComparison:
             (f"{key[1] or 'model'}: the {base.sides[key]}", base.rows[key], run.rows[key], key)
             for side in ("input", "output gradient", "sum over calls")
             for key in (reversed(base.rows) if side == "input" else base.rows)
-            if base.sides[key] == side
+            if base.sides[key] == side and key in run.rows
         ]
         outputs, runs = enumerate(zip(base.outputs, run.outputs, strict=True)), self._runs
         with_gradient = {i for i in runs.row_outputs if runs.cotangents[i] is not None}
@@ -158,7 +160,8 @@ class RowComparison:
     ) -> float:
         """Largest difference allowed between rows of the tensor `key` (`one` in `base`); −1: they must be equal bit for bit.
 
-        It is −1 if runs of the same samples are equal bit for bit, and all calls have as many rows in `run` as in `base`. For
+        It is −1 if runs of the same samples are equal bit for bit, all calls have as many rows in `run` as in `base`, and no
+        layer sorts rows by what they contain (mixtures of experts): how a product rounds depends on the rows beside it. For
         inputs and outputs it is enough that the forwards are equal, whatever their backwards are.
         """
         if not self._repeats:
@@ -166,7 +169,8 @@ class RowComparison:
         direction = "forward" if isinstance(key, int) or base.sides[key] == "input" else "backward"
         if direction not in self._varies and not self._deterministic(base, run, direction, repeat):
             self._varies.add(direction)
-        if direction not in self._varies and sorted(base.calls) == sorted(run.calls):
+        ragged = bool(base.recorder.ragged) or sorted(base.calls) != sorted(run.calls)
+        if direction not in self._varies and not ragged:
             return -1.0
         repeats = [again.outputs[key] if isinstance(key, int) else again.rows.get(key) for again in self._repeats]
         between = max((float(one.moved(again).max()) for again in repeats if again is not None), default=0.0)

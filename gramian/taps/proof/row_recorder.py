@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from gramian.linalg.wide import wide
-from gramian.taps.gradients import PerSampleGradient
+from gramian.taps.gradients import GroupedOuter, GroupedSum, PerSampleGradient
 from gramian.taps.proof.row_fingerprint import Fingerprint, relative_rounding
 from gramian.taps.records import LayerRecord, ParameterRecord, PassInfo
+from gramian.taps.sites.site import INLINE
 from gramian.taps.units import Units
 
 DIRECTIONS = 8
@@ -52,6 +53,7 @@ class Sketch:
             dtype: narrowest dtype from which G was computed; None: its own.
         """
         real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        real = real.flatten(0, 1) if real.dim() == 3 else real  # a stack of matrices: fewer numbers to draw
         first = real.shape[0] if real.dim() else 1
         matrix = wide(real.detach()).reshape(first, real.numel() // max(first, 1))
         generator = torch.Generator().manual_seed(matrix.shape[0] * 1_000_003 + matrix.shape[1])
@@ -102,6 +104,8 @@ class Recorder:
     totals: dict[str, Sketch] = field(default_factory=dict)
     own: dict[int, dict[str, Sketch]] = field(default_factory=dict)
     """{unit: {parameter: projections and norm of the gradient attributed to the unit}} of the units in `alone`."""
+    ragged: set[str] = field(default_factory=set)
+    """Parameters whose products have rows of samples in no fixed number or order, so that rounding depends on other samples."""
     forwards: list[int] = field(default_factory=list)
     """Numbers of the passes (forward and backward) of this run, in order."""
 
@@ -112,20 +116,26 @@ class Recorder:
 
     def layer(self, record: LayerRecord) -> None:
         """Fingerprint every tensor from which the layer's per-sample gradients are formed, once each."""
+        if record.kind == INLINE:
+            return  # how many products there are may depend on samples: compared together, by parameter
         units, found = record.info.units, record.gradients.values()
         gradients = found if units is None else [gradient.regroup(units) for gradient in found]
         inputs = {t.untyped_storage().data_ptr() for t in record.inputs}
-        for number, t in enumerate(_tensors(gradients)):
+        for number, (side, t) in enumerate(_tensors(gradients)):
             key = (self.forwards.index(record.info.number), record.layer, record.ordinal, number)
             self.rows[key] = Fingerprint.of(t, self.seed)
-            self.sides[key] = "input" if t.untyped_storage().data_ptr() in inputs else "output gradient"
+            stored = "input" if t.untyped_storage().data_ptr() in inputs else "output gradient"
+            self.sides[key] = side or stored
 
     def parameter(self, record: ParameterRecord) -> None:
         """Record projections of a parameter's gradient sum and of units in `alone`, and fingerprints if it has several uses."""
         gradient = record.gradient
-        for number, t in enumerate(_tensors([gradient] if record.uses > 1 else [])):
+        for number, (side, t) in enumerate(_tensors([gradient] if record.uses > 1 or record.inline else [])):
             key = (self.forwards.index(record.info.number), record.parameter, 0, number)
-            self.rows[key], self.sides[key] = Fingerprint.of(t, self.seed), "sum over calls"
+            self.rows[key] = Fingerprint.of(t, self.seed)
+            self.sides[key] = (side or "output gradient") if record.inline else "sum over calls"
+        if any(isinstance(part, GroupedOuter | GroupedSum) for part in getattr(gradient, "parts", [gradient])):
+            self.ragged.add(record.parameter)
         if self.sums:
             found = Sketch.of(gradient.total(), gradient.magnitude(), gradient.dtype)
             self.totals[record.parameter] = replace(found, sequential=_adds_narrow(gradient))
@@ -152,9 +162,9 @@ class Recorder:
         """Do nothing: the proof itself reports batches of equal samples."""
 
 
-def _tensors(gradients: Iterable[PerSampleGradient]) -> list[Tensor]:
-    """The stored tensors of some per-sample gradients, each once: weight and bias of a layer share the output gradient."""
-    found = {(t.data_ptr(), t.shape): t for gradient in gradients for t in gradient.tensors()}
+def _tensors(gradients: Iterable[PerSampleGradient]) -> list[tuple[str | None, Tensor]]:
+    """What is compared of some per-sample gradients, each tensor once: weight and bias of a layer share the output gradient."""
+    found = {(t.data_ptr(), t.shape): (side, t) for gradient in gradients for side, t in gradient.fingerprinted()}
     return list(found.values())
 
 

@@ -11,17 +11,21 @@ from gramian.taps.sites import (
     recurrent,
 )
 from gramian.taps.sites.generic import Generic
+from gramian.taps.sites.products import mixtures
+from gramian.taps.sites.products.inline_products import InlineProducts
 from gramian.taps.sites.site import Site
 from gramian.taps.sites.site_registry import register_site, site_for
 
 __all__ = [
     "Generic",
+    "InlineProducts",
     "Site",
     "attention",
     "convolution",
     "embedding",
     "hugging_face_tables",
     "linear",
+    "mixtures",
     "normalization",
     "peft_wrappers",
     "recurrent",

@@ -4,11 +4,12 @@ from torch import Tensor, nn
 
 from gramian.taps.sites.batch_layout import Layout
 from gramian.taps.sites.generic import Generic
+from gramian.taps.sites.products.inline_products import InlineProducts
 from gramian.taps.sites.site_registry import register_site
 
 
 class Attention(Generic):
-    """`nn.MultiheadAttention` as one layer; per-sample gradients come from running it again sample by sample."""
+    """`nn.MultiheadAttention` run again sample by sample, where its products with weights are not seen."""
 
     kind = "attention (generic)"
 
@@ -34,4 +35,4 @@ class Attention(Generic):
         return [layouts]
 
 
-register_site(nn.MultiheadAttention, Attention())
+register_site(nn.MultiheadAttention, InlineProducts(Attention()))

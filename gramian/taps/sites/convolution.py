@@ -13,6 +13,7 @@ from gramian.linalg.wide import wide
 from gramian.parallel.tensor_parallel import full_tensor
 from gramian.taps.gradients import Convolved, PerSampleGradient, Summed
 from gramian.taps.gradients.convolved import Geometry
+from gramian.taps.products.parts import SMALL, even_parts, view
 from gramian.taps.sites.linear import autocast
 from gramian.taps.sites.site import LayerForm, Sides, Site, SiteRun, by_sample, first_tensor, trains
 from gramian.taps.sites.site_registry import register_site
@@ -52,31 +53,57 @@ class Convolution(Site):
             found["bias"] = Summed(_by_position(g_BK))
         return found
 
-    def form(self, module: nn.Module) -> LayerForm | None:
-        """The weight as a matrix [O, channels·kernel size] that maps patches; None with several groups (several matrices)."""
-        assert isinstance(module, _ConvNd)
-        if module.groups > 1:
-            return None
-        return LayerForm("kernel", torch.Size(module.weight.shape[1:]).numel(), module.weight.shape[0])
+    def forms(self, module: nn.Module) -> dict[str, LayerForm]:
+        """The matrix [O/groups, channels·kernel size] of each group, which maps patches of its channels, with its bias.
 
-    def sides(self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int) -> Sides:
-        """Patches [B, positions, channels·kernel size], output gradients [B, positions, O], the layer for patches."""
+        None for several groups of at most `SMALL` elements (depthwise convolutions), which have exact blocks.
+        """
+        assert isinstance(module, _ConvNd)
+        weights = even_parts("weight", module.out_channels, module.groups)
+        biases = even_parts("bias", module.out_channels, module.groups)
+        outputs, *rest = module.weight.shape
+        inputs = torch.Size(rest).numel()
+        if module.groups > 1 and module.weight.numel() <= SMALL * module.groups:
+            return {}
+        return {
+            weight: LayerForm("kernel", inputs, outputs // module.groups, bias)
+            for weight, bias in zip(weights, biases, strict=True)
+        }
+
+    def matrix_sides(
+        self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
+    ) -> dict[str, Sides | str]:
+        """For each group: patches [B, positions, channels·kernel size], output gradients [B, positions, O/groups], layer."""
         assert isinstance(module, _ConvNd)
         images, padding = _padded(module, saved[0])
         patches = F.pad(images, [side for p in reversed(padding) for side in (p, p)]) if any(padding) else images
         axes = range(2, patches.dim())
         for axis, size, stride, dilation in zip(axes, module.kernel_size, module.stride, module.dilation, strict=True):
             patches = patches.unfold(axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
-        places = patches.shape[2 : 2 + len(axes)]
-        width = patches.shape[1] * torch.Size(module.kernel_size).numel()
-        patches = patches.movedim(1, len(axes) + 1).reshape(patches.shape[0], places.numel(), width)
-        g_BTO = _by_position(by_sample(output_gradients[0], batch))
+        g_BTO, names = _by_position(by_sample(output_gradients[0], batch)), [*self.forms(module)]
+        parts = zip(names, patches.chunk(module.groups, 1), g_BTO.chunk(module.groups, 2), strict=True)
+        return {name: Sides(_patches(module, x, batch), g, outputs=_outputs(module, name)) for name, x, g in parts}
 
-        def outputs(rows_TI: Tensor) -> Tensor:
-            matrix, bias = wide(full_tensor(module.weight.detach())).flatten(1), module.bias
-            return F.linear(rows_TI.to(matrix), matrix, None if bias is None else wide(full_tensor(bias.detach())))
 
-        return Sides(by_sample(patches, batch).reshape(*g_BTO.shape[:2], width), g_BTO, outputs=outputs)
+def _patches(module: _ConvNd, windows: Tensor, batch: int) -> Tensor:
+    """Windows [B·K, channels, *positions, *kernel] of K images per sample as patches [B, K·positions, channels·kernel size]."""
+    axes = len(module.kernel_size)
+    width = windows.shape[1] * torch.Size(module.kernel_size).numel()
+    rows = windows.movedim(1, axes + 1).reshape(
+        windows.shape[0], torch.Size(windows.shape[2 : 2 + axes]).numel(), width
+    )
+    return by_sample(rows, batch).flatten(1, 2)
+
+
+def _outputs(module: _ConvNd, weight: str) -> Callable[[Tensor], Tensor]:
+    """The function that one group of the layer, whose weight has this name, applies to patches [T, channels·kernel size]."""
+
+    def outputs(rows_TI: Tensor) -> Tensor:
+        bias = None if module.bias is None else view(wide(full_tensor(module.bias.detach())), "bias" + weight[6:])
+        matrix = view(wide(full_tensor(module.weight.detach())), weight).flatten(1)
+        return F.linear(rows_TI.to(matrix), matrix, bias)
+
+    return outputs
 
 
 def _by_position(g_BK: Tensor) -> Tensor:

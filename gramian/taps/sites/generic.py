@@ -10,10 +10,10 @@ Under FSDP2 the layer runs again on weights that are gathered for the backward a
 """
 
 import itertools
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +24,15 @@ from torch.utils import _pytree as pytree
 
 from gramian.core.errors import GramianError
 from gramian.linalg.wide import wide
-from gramian.plan.norm_algorithm import samples_per_chunk
 from gramian.taps.gradients import ExplicitGradient, PerSampleGradient
+from gramian.taps.gradients.by_sample import gradients_by_sample
+from gramian.taps.products.parts import owner
+from gramian.taps.products.replay import matrix_sides
+from gramian.taps.products.weight_forms import forms_of
 from gramian.taps.sites.batch_layout import Layout, batch_of_one, merged, single, split
 from gramian.taps.sites.borrowed import Borrowed, BuffersBefore, own_parameters
 from gramian.taps.sites.dropout_masks import RecordedMasks, RepeatedMasks
-from gramian.taps.sites.site import Site, SiteRun, observed
+from gramian.taps.sites.site import LayerForm, Sides, Site, SiteRun, observed
 from gramian.taps.sites.weight_hooks import WithHookedWeights, weight_hooks
 
 REPRODUCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -190,22 +193,63 @@ class Generic(Site):
         Raises:
             GramianError: if it cannot run sample by sample, or then has other outputs than in the first run.
         """
+        trained = {name: p for name, p in own_parameters(module, self.whole).items() if p.requires_grad}
+        if not batch:
+            return {name: ExplicitGradient(p.new_zeros(0, *p.shape)) for name, p in trained.items()}
+        found, narrowest = self._run_again(module, saved, output_gradients, batch, extra, gradients_by_sample)
+        return {name: ExplicitGradient(found[name].detach(), narrowest) for name in trained}
+
+    def forms(self, module: nn.Module) -> dict[str, LayerForm]:
+        """The matrices that the layer is taken to multiply by (`weight_forms`), which its first backward shows."""
+        found: dict[str, LayerForm] = {}
+        for name, p in own_parameters(module, self.whole).items():
+            path, _, local = name.rpartition(".")
+            prefix = f"{path}." if path else ""
+            for key, form in forms_of(module.get_submodule(path), local, p).items():
+                bias = None if form.bias is None else prefix + form.bias
+                found[prefix + key] = replace(form, bias=bias)
+        return found
+
+    def matrix_sides(
+        self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
+    ) -> dict[str, Sides | str]:
+        """Inputs and output gradients of each matrix by token: the layer runs again, and its products are recorded."""
+        trained = {name for name, p in own_parameters(module, self.whole).items() if p.requires_grad}
+        forms = {key: form for key, form in self.forms(module).items() if owner(key) in trained}
+        if not batch or not forms:
+            return {}
+        found: dict[str, Sides | str]
+        found, _ = self._run_again(module, saved, output_gradients, batch, extra, partial(matrix_sides, forms))
+        return found
+
+    def _run_again(
+        self,
+        module: nn.Module,
+        saved: list[Tensor],
+        output_gradients: list[Tensor],
+        batch: int,
+        extra: Any,
+        how: Callable[..., tuple[Any, list[Tensor]]],
+    ) -> tuple[Any, torch.dtype]:
+        """(what `how` computes, the narrowest dtype of its tensors); `how`: `gradients_by_sample`, or one like it.
+
+        Raises:
+            GramianError: as `gradients`.
+        """
         call: Call = extra
         _refuse_parts(module)
         ends = itertools.accumulate((0, len(call.places), len(call.observed), len(call.buffers)))
         inputs, digests, buffers = (saved[begin:end] for begin, end in itertools.pairwise(ends))
         masks = saved[len(inputs) + len(digests) + len(buffers) :]
         trained = {name: p.detach() for name, p in own_parameters(module, self.whole).items() if p.requires_grad}
-        if not batch:
-            return {name: ExplicitGradient(p.new_zeros(0, *p.shape)) for name, p in trained.items()}
         arguments = [call.names[i] for i in call.places]
         failure: GramianError | None = None
         candidates = self.input_layouts(arguments, inputs, call.output_rows, batch)
         nobodys: list[list[Layout]] = [["shared"] * len(inputs)]
         for layouts in nobodys if call.copies else candidates:
             try:
-                gradients = self._by_sample(
-                    module, call, inputs, layouts, output_gradients, digests, buffers, masks, trained, batch
+                found = self._by_sample(
+                    module, call, inputs, layouts, output_gradients, digests, buffers, masks, trained, batch, how
                 )
             except GramianError as error:
                 failure = failure or error
@@ -213,7 +257,7 @@ class Generic(Site):
             dtypes = [t.dtype for t in (*inputs, *output_gradients, *trained.values()) if t.is_floating_point()]
             _, dtype, enabled = call.autocast
             narrowest = min([*dtypes, *([dtype] if enabled else [])], key=lambda dtype: dtype.itemsize)
-            return {name: ExplicitGradient(gradients[name].detach(), narrowest) for name in trained}
+            return found, narrowest
         assert failure is not None
         used = [i for i, g in enumerate(output_gradients) if bool(g.any())]
         if not 0 < len(used) < len(output_gradients):
@@ -223,7 +267,7 @@ class Generic(Site):
             call, observed=[call.observed[i] for i in used], output_rows=[call.output_rows[i] for i in used]
         )
         left = [*inputs, *(digests[i] for i in used)]
-        return self.gradients(module, left, [output_gradients[i] for i in used], batch, fewer)
+        return self._run_again(module, left, [output_gradients[i] for i in used], batch, fewer, how)
 
     def _by_sample(
         self,
@@ -237,8 +281,9 @@ class Generic(Site):
         masks: list[Tensor],
         trained: dict[str, Tensor],
         batch: int,
-    ) -> dict[str, Tensor]:
-        """Per-sample gradients {parameter: [B, *shape]}; GramianError if the outputs by samples differ from the first run's."""
+        how: Callable[..., tuple[Any, list[Tensor]]],
+    ) -> Any:
+        """What `how` computes, sample by sample; GramianError if the outputs by samples differ from the first run's."""
         out_layouts: list[Layout] = [
             "copies" if call.copies else self.output_layout(i, g, batch) for i, g in enumerate(output_gradients)
         ]
@@ -259,70 +304,12 @@ class Generic(Site):
         split_gradients = [split(g, layout, batch) for g, layout in zip(output_gradients, out_layouts, strict=True)]
         dims = [None if layout == "shared" else 0 for layout in layouts]
         numbers_B1 = torch.arange(batch, device=output_gradients[0].device)[:, None]
-        gradients, again = _map(run, trained, [*split_inputs, numbers_B1], [*dims, 0], split_gradients)
+        found, again = how(run, trained, [*split_inputs, numbers_B1], [*dims, 0], split_gradients)
         for digest, y, layout, rows in zip(digests, again, out_layouts, call.output_rows, strict=True):
             whole = merged(y, layout)
             whole = whole[:rows] if rows == 1 and not call.copies else whole
             _refuse_other_output(digest, _digest(whole), _narrowest(y.dtype, call))
-        return gradients
-
-
-def _map(
-    run: Callable[[dict[str, Tensor], Sequence[Tensor]], list[Tensor]],
-    parameters: dict[str, Tensor],
-    inputs: list[Tensor],
-    dims: list[int | None],
-    cotangents: list[Tensor],
-) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Gradients {parameter: [B, *shape]} and outputs of every sample: by `vmap`, or in a loop if `vmap` fails on the layer.
-
-    `run(parameters, inputs)` returns one sample's outputs. Samples lie on axis 0 of the results, of the output gradients
-    `cotangents`, and of the inputs with 0 in `dims` (None: shared by all). GramianError if the loop fails, too.
-    """
-
-    def vectorised(inputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
-        ys, pullback = torch.func.vjp(lambda p: run(p, inputs), parameters)[:2]
-        return pullback(list(cotangents))[0], ys
-
-    with torch.enable_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="There is a performance drop")  # vmap's own fallbacks are exact
-        warnings.filterwarnings("ignore", message="Dropout mask should only be used for testing")  # of `dropout_masks`
-        try:
-            chunk = samples_per_chunk(sum(p.numel() for p in parameters.values()))
-            return torch.func.vmap(vectorised, in_dims=(dims, 0), chunk_size=chunk)(inputs, cotangents)
-        except Exception:  # the layer's own code may fail in any way under vmap; sample by sample it is tried again
-            pass
-        try:
-            return _one_by_one(run, parameters, inputs, dims, cotangents)
-        except GramianError:
-            raise
-        except Exception as error:  # of the layer's own code, on one sample or on inputs that are split wrongly
-            line = str(error).partition("\n")[0]
-            raise GramianError(
-                f"cannot be run sample by sample ({line}); expected a registered site (register_site)"
-            ) from None
-
-
-def _one_by_one(
-    run: Callable[[dict[str, Tensor], Sequence[Tensor]], list[Tensor]],
-    parameters: dict[str, Tensor],
-    inputs: list[Tensor],
-    dims: list[int | None],
-    cotangents: list[Tensor],
-) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Gradients and outputs of every sample by a loop of single-sample backwards; arguments and results as in `_map`."""
-    rows, outputs = [], []
-    for i in range(cotangents[0].shape[0]):
-        leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
-        ys = run(leaves, [x.detach() if d is None else x[i].detach() for x, d in zip(inputs, dims, strict=True)])
-        reached = [(y, g[i]) for y, g in zip(ys, cotangents, strict=True) if y.requires_grad]
-        found = torch.autograd.grad(
-            [y for y, _ in reached], list(leaves.values()), [g for _, g in reached], allow_unused=True
-        )
-        rows.append([torch.zeros_like(p) if g is None else g for p, g in zip(leaves.values(), found, strict=True)])
-        outputs.append([y.detach() for y in ys])
-    gradients = {name: torch.stack(column) for name, column in zip(parameters, zip(*rows, strict=True), strict=True)}
-    return gradients, [torch.stack(column) for column in zip(*outputs, strict=True)]
+        return found
 
 
 def _digest(y: Tensor) -> Tensor:

@@ -11,19 +11,25 @@ from torch.utils import _pytree as pytree
 from gramian.core.errors import GramianError
 from gramian.taps.gradients import PerSampleGradient
 
+INLINE = "products"
+"""Kind of the layers whose own code runs with an observer on every product of a weight (`products.InlineProducts`)."""
 SiteRun = tuple[Any, list[Tensor], Any]
 """The output of a layer, the tensors to save for the backward, and anything else to save (eager mode only)."""
 
 
 @dataclass(frozen=True)
 class LayerForm:
-    """Size of a layer's weight as one matrix [outputs, inputs], which maps input to output tokens, and how it is stored."""
+    """Size of a weight as one matrix [outputs, inputs], which maps input to output tokens, and how it is stored."""
 
     layout: Literal["out_in", "in_out", "kernel", "table"]
     """How the weight is stored: "out_in": as that matrix; "in_out": transposed; "kernel": [out, channels, *kernel]; "table":
-    as rows [in, out] of an embedding table."""
+    as rows [in, out] of an embedding table. Further axes are part of the columns."""
     inputs: int
     outputs: int
+    bias: str | None = "bias"
+    """Name inside the layer of the parameter, or part of one, that is added to the outputs; None, or of no such name: none."""
+    assumed: bool = False
+    """True if the form follows from shapes alone: the first backward shows whether the layer multiplies by this matrix."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,13 @@ class Sides:
     """Mask [B, T], False for tokens that the layer itself ignores (padding index); None: all count."""
     outputs: Callable[[Tensor], Tensor] | None = None
     """Function that applies the layer to inputs [T, in], in float32 or float64; None if the site offers none."""
+    positions_BT: Tensor | None = None
+    """[B, T]: which of its sample's tokens each one is, for layers that see some of them, or several times; −1: unknown. None:
+    they are in order."""
+    layout: Literal["out_in", "in_out"] | None = None
+    """Of an assumed form: how the weight was seen to be stored; None: as the form says."""
+    recorded: bool = False
+    """True for an assumed form, whose products were recorded and are yet to be compared with the gradient."""
 
 
 class Site:
@@ -57,6 +70,8 @@ class Site:
     kind: str = "site"
     compiles: bool = True
     """False if the layer must run in eager mode: `torch.compile` then breaks the graph around it, or refuses."""
+    inline: bool = False
+    """True if the layer's own code runs with an observer on every product of a weight (`products.InlineProducts`)."""
     whole: bool = False
     """True if this site computes the gradients of all child modules too, so that the children are not tapped."""
 
@@ -112,8 +127,16 @@ class Site:
         raise NotImplementedError
 
     def form(self, module: nn.Module) -> LayerForm | None:
-        """Size and storage of the weight of `module` as one matrix, for K-FAC factors; None if it is not one matrix."""
+        """Size and storage of the parameter `weight` of `module` as one matrix, for K-FAC factors; None if it is not one."""
         return None
+
+    def forms(self, module: nn.Module) -> dict[str, LayerForm]:
+        """{name of a parameter inside the layer, or of a part of one (`taps.products.parts`): its form as a matrix}.
+
+        Every parameter is named once, by itself or by parts that together are all of it. Default: `weight` with its `form`.
+        """
+        form = self.form(module)
+        return {} if form is None else {"weight": form}
 
     def sides(self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int) -> Sides:
         """Inputs and output gradients by token of one call; only for layers with a `form` and a trainable weight.
@@ -121,6 +144,16 @@ class Site:
         Arguments as in `gradients`.
         """
         raise NotImplementedError
+
+    def matrix_sides(
+        self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
+    ) -> "dict[str, Sides | str]":
+        """{name as in `forms`: inputs and output gradients by token of one call}, of all matrices that train.
+
+        Arguments as in `gradients`. Of an assumed form that the layer does not have, a text that says why. Default: `sides` of
+        the parameter `weight`.
+        """
+        return {"weight": self.sides(module, saved, output_gradients, batch)}
 
 
 def trains(module: nn.Module, name: str) -> bool:

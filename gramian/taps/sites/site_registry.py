@@ -4,6 +4,7 @@ from torch import nn
 
 from gramian.taps.sites.borrowed import own_parameters
 from gramian.taps.sites.generic import Generic
+from gramian.taps.sites.products.inline_products import InlineProducts
 from gramian.taps.sites.site import Site
 from gramian.taps.sites.weight_hooks import weight_hooks
 
@@ -48,4 +49,6 @@ def site_for(module: nn.Module) -> Site | None:
             return Generic(whole=False) if site.compiles and weight_hooks(module) else site
     if isinstance(module, nn.ParameterList | nn.ParameterDict):
         return None  # their parameters are their parent's
+    if any(p is not None and p.dim() in (2, 3) and p.shape[0] > 1 for p in module._parameters.values()):
+        return InlineProducts(Generic(whole=bool(getattr(module, "has_post_expert_norm", False))))
     return Generic(whole=False) if own_parameters(module, whole=False) else None
