@@ -39,6 +39,8 @@ class CurvatureState:
     """{block name: `Block` with its factors}; blocks that no captured data has reached are missing."""
     earlier: dict[str, Correction] = field(default_factory=dict)
     """{block: EK-FAC's eigenvalues before the last refresh}, which those of a second pass are averaged with."""
+    observed: dict[str, str] = field(default_factory=dict)
+    """{parameter of an assumed form: the layout that refreshes have seen, or why it is not a matrix} (`assumed_matrices`)."""
     only: frozenset[str] | None = None
     """Names of parameters: blocks of other parameters are left out. None: all blocks are estimated."""
     head: str | None = None
@@ -119,24 +121,36 @@ class CurvatureState:
 
         A block whose parameters are all frozen now is no error: it keeps its factors until they train again.
         """
-        specs = find_blocks(root, self.options)
-        if self.only is not None:
-            specs = {name: spec for name, spec in specs.items() if not self.only.isdisjoint(spec.parameters)}
+        specs = self._wanted(find_blocks(root, self.options, self.observed))
         frozen = {name for name, p in unique_parameters(root) if not p.requires_grad}
         for name, block in self.blocks.items():
             now = specs.get(name)
             if now is not None:
                 check_spec(block.spec, now)
-            elif not frozen.issuperset(block.spec.parameters):
+            elif not frozen.issuperset(block.spec.owners):
                 raise GramianError(
                     f"{name}: has factors, but is not a block of its own any more (what trains around it has changed); "
                     "expected the captured model, or a new object"
                 )
         return specs
 
+    def specs_without_assumptions(self, root: nn.Module) -> dict[str, Spec]:
+        """{block name: `Spec`} of the model `root` if no matrix that is only assumed to be one turns out to be one."""
+        specs = self._wanted(find_blocks(root, self.options, self.observed))
+        assumed = {spec.owners[0] for spec in specs.values() if spec.assumed} - self.observed.keys()
+        if not assumed:
+            return specs
+        return self._wanted(find_blocks(root, self.options, self.observed | dict.fromkeys(assumed, "not seen")))
+
+    def _wanted(self, specs: dict[str, Spec]) -> dict[str, Spec]:
+        """The blocks of the parameters in `only`."""
+        if self.only is None:
+            return specs
+        return {name: spec for name, spec in specs.items() if not self.only.isdisjoint(spec.owners)}
+
     def factors_now(self) -> dict[str, Any]:
         """{attribute: value} of the factors and of the counters that go with them, to take them back by `restore_factors`."""
-        names = ("blocks", "earlier", "head", "factorisations", "refreshes", "last_refresh")
+        names = ("blocks", "earlier", "head", "observed", "factorisations", "refreshes", "last_refresh")
         return {name: getattr(self, name) for name in names}
 
     def restore_factors(self, before: dict[str, Any]) -> None:
@@ -146,7 +160,7 @@ class CurvatureState:
 
     def parameters_outside_blocks(self) -> dict[str, int]:
         """{trainable parameter of the captured model that no block contains: its number of elements}."""
-        in_blocks = {p for spec in self.specs.values() for p in spec.parameters}
+        in_blocks = {p for spec in self.specs.values() for p in spec.owners}
         known = [] if self.model is None else unique_parameters(self.model)
         return {name: p.numel() for name, p in known if p.requires_grad and name not in in_blocks}
 

@@ -14,13 +14,16 @@ The projections are multiplied out once, so a sample costs 2·T·(o·k + m·l + 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from gramian.curvature.blocks.assumed_matrices import checked
 from gramian.curvature.blocks.block import Block
-from gramian.curvature.blocks.block_specs import Spec
+from gramian.curvature.blocks.block_specs import Spec, blocks_by_layer, trained_blocks
 from gramian.curvature.blocks.eigenvalue_correction import Basis
+from gramian.curvature.blocks.parameter_parts import ParameterParts
 from gramian.curvature.estimate.eigenbasis_sums import EKFACUse
 from gramian.linalg import Dense, Factor
 from gramian.linalg.wide import wide, wide_mm
@@ -95,7 +98,8 @@ class GradientSketch:
 
     def of_query(self, direction: Mapping[str, Tensor]) -> Tensor:
         """z_q [columns] of a query's natural gradient {parameter: tensor}."""
-        return torch.cat([sketch.of_query(direction) for sketch in self.sketches.values()])
+        each = ParameterParts.of(sketch.spec for sketch in self.sketches.values()).split(direction)
+        return torch.cat([sketch.of_query(each) for sketch in self.sketches.values()])
 
 
 def rank_of(spec: Spec, rank: int) -> tuple[int, int]:
@@ -148,24 +152,25 @@ class MatrixGradients(ByPass):
     """The statistic of compressed gradients of all blocks that are Kronecker products, from the calls of their layers."""
 
     needs: Needs = "layer"
+    takes_products: ClassVar[bool] = True
+    """Records may be of single products inside a layer (`InlineProducts`)."""
 
     def __init__(self, sketch: GradientSketch) -> None:
         self._sketch = sketch
-        self._by_layer = {
-            layer: one for one in sketch.sketches.values() if one.spec.kind == "kronecker" for layer in one.spec.layers
-        }
+        self._specs = {n: one.spec for n, one in sketch.sketches.items() if one.spec.kind == "kronecker"}
+        self._by_layer = blocks_by_layer(self._specs)
 
     def update(self, sums: GradientsByPass, record: LayerRecord) -> None:
         """Add the samples' part of one call of a layer."""
-        sketch = self._by_layer.get(record.layer)
-        if sketch is None or sketch.spec.parameters[0] not in record.gradients:
-            return
-        use = EKFACUse.of(record.sides(), record.info.scale, record.layer in sketch.spec.tables)
-        z_BKL = sketch.of_uses(use)
-        number = record.info.number
-        if number not in sums:
-            sums[number] = z_BKL.new_zeros(len(z_BKL), self._sketch.columns)
-        sums[number][:, sketch.columns] += z_BKL.flatten(1).to(sums[number])
+        names, number = trained_blocks(self._by_layer, self._specs, record), record.info.number
+        found = record.sides() if names else {}
+        for key, name in [(key, name) for key, name in names.items() if key in found]:
+            sketch = self._sketch.sketches[name]
+            use = EKFACUse.of(checked(found[key]), record.info.scale, record.layer in sketch.spec.tables)
+            z_BKL = sketch.of_uses(use)
+            if number not in sums:
+                sums[number] = z_BKL.new_zeros(len(z_BKL), self._sketch.columns)
+            sums[number][:, sketch.columns] += z_BKL.flatten(1).to(sums[number])
 
     def finish(self, sums: GradientsByPass) -> Tensor:
         """Compressed gradients of all samples in the order of the passes, [B, columns]; empty without such blocks."""

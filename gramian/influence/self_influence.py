@@ -15,6 +15,7 @@ from gramian.curvature.uses.fisher_parameters import blocks_of
 from gramian.linalg.wide import exact_float32, pieces
 from gramian.statistics.by_pass import ByPass
 from gramian.taps.gradients.per_sample_gradient import PerSampleGradient
+from gramian.taps.products.parts import owner, view
 from gramian.taps.records import ParameterRecord
 from gramian.taps.roles import Needs
 
@@ -34,20 +35,21 @@ class SelfInfluence(ByPass):
 
     def __init__(self, kfac: KFACNaturalGradient) -> None:
         self._kfac = kfac
-        self._block_of = {p: block for block in blocks_of(kfac).values() for p in block.spec.parameters}
+        self._blocks_of: dict[str, list[Block]] = {}
+        for block in blocks_of(kfac).values():
+            for p in dict.fromkeys(block.spec.owners):
+                self._blocks_of.setdefault(p, []).append(block)
         self._waiting: dict[tuple[int, str], dict[str, PerSampleGradient]] = {}
         """{(pass, block): gradients of those of its parameters that came first}: weight and bias are one matrix."""
 
     def update(self, sums: dict[int, Tensor], record: ParameterRecord) -> None:
         """Add a block's part once all of its parameters are there."""
-        block = self._block_of.get(record.parameter)
-        if block is None:
-            return
-        key = record.info.number, block.spec.name
-        found = self._waiting.setdefault(key, {})
-        found[record.parameter] = record.gradient.copy() if record.borrowed else record.gradient
-        if len(found) == len(block.spec.parameters):
-            self.add(sums, record, _quadratic(block, self._waiting.pop(key), self._kfac) * record.info.scale**2)
+        for block in self._blocks_of.get(record.parameter, []):
+            key = record.info.number, block.spec.name
+            found = self._waiting.setdefault(key, {})
+            found[record.parameter] = record.gradient.copy() if record.borrowed else record.gradient
+            if len(found) == len(block.spec.parameters):
+                self.add(sums, record, _quadratic(block, self._waiting.pop(key), self._kfac) * record.info.scale**2)
 
     def forget(self, sums: dict[int, Tensor], number: int) -> None:
         """Remove what a pass whose backward failed has left."""
@@ -67,7 +69,10 @@ def _quadratic(block: Block, gradients: dict[str, PerSampleGradient], kfac: KFAC
         for part in pieces(batch, 4 * spec.outputs * spec.inputs):
             written = {name: g.select(part.start, part.stop).per_sample() for name, g in gradients.items()}
             y_BOM = torch.stack(
-                [spec.matrix({name: g[b] for name, g in written.items()}) for b in range(part.stop - part.start)]
+                [
+                    spec.matrix({name: view(written[owner(name)][b], name) for name in spec.parameters})
+                    for b in range(part.stop - part.start)
+                ]
             )
             parts.append(_in_eigenbasis(block, y_BOM) if block.correction else _by_sample(block, y_BOM, kfac))
     return torch.cat(parts)

@@ -1,5 +1,6 @@
 """Symmetric positive semi-definite matrices ("factors") with one interface, and spectra of matrix-free operators."""
 
+from gramian.linalg.factors.block_diagonal import BlockDiagonal
 from gramian.linalg.factors.cholesky import Cholesky, CholeskyAttempt
 from gramian.linalg.factors.compression import Compressed, compress
 from gramian.linalg.factors.dense import Dense
@@ -15,7 +16,7 @@ from gramian.linalg.spectra.quadrature import SmoothDensity, SpectralDensity, lo
 from gramian.linalg.spectra.trace import Estimate, stochastic_trace
 
 __all__ = [
-    "WIDEST_DENSE", "CholeskyAttempt", "Cholesky", "Clip", "Compressed", "Dense", "DenseOperator", "Diagonal",
+    "WIDEST_DENSE", "BlockDiagonal", "CholeskyAttempt", "Cholesky", "Clip", "Compressed", "Dense", "DenseOperator", "Diagonal",
     "DiagonalLowRank", "Estimate", "Factor", "LanczosSpectrum", "LowRank", "Operator", "SmoothDensity", "Spectral",
     "SpectralDensity", "compress", "eigendecompose", "lanczos", "log_det", "merge", "spectral_density",
     "stochastic_trace",

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
@@ -24,6 +25,7 @@ from gramian.optim.matrix_step import MatrixStep, gradient_part, local_part
 from gramian.optim.recorded_steps import RecordedSteps
 from gramian.optim.whitened_steps import WhitenedSteps, lambdas
 from gramian.taps.model.user_names import is_compiled, unwrap
+from gramian.taps.products.parts import owner, view
 
 
 class KFAC(Optimizer):
@@ -170,13 +172,14 @@ class KFAC(Optimizer):
             return loss
         self._refuse_other_parameters()
         self._choose_layers()
-        blocks = {block.spec.parameters[0]: block for block in self.kfac.kfac_factors.values()}
+        blocks = {block.spec.parameters[0]: block for block in self.kfac.kfac_factors.values() if block.A is not None}
         trained = {self._names[id(p)]: (p, group) for group in self.param_groups for p in group["params"]}
-        whitened = {n: block for n, block in blocks.items() if n in trained and trained[n][1]["kfac"]}
+        whitened = {n: block for n, block in blocks.items() if owner(n) in trained and trained[owner(n)][1]["kfac"]}
+        owners = {owner(name) for name in whitened}
         for group in self.param_groups:
             live = [p for p in group["params"] if p.grad is not None]
-            self._step_adamw(group, [p for p in live if self._names[id(p)] not in whitened])
-        self._steps.update(whitened, {name: trained[name][0] for name in whitened})
+            self._step_adamw(group, [p for p in live if self._names[id(p)] not in owners])
+        self._steps.update(whitened, {name: _part(trained[owner(name)][0], name) for name in whitened})
         self._step_matrices(trained)
         return loss
 
@@ -243,13 +246,16 @@ class KFAC(Optimizer):
             return
         head = head or known_head(root, None) or compiled_head(self._model)
         self._chosen_for = (head, wanted)
-        specs = {n: s for n, s in find_blocks(root, self.kfac.options).items() if s.parameters[0] in wanted}
+        found = find_blocks(root, self.kfac.options, state.observed)
+        specs = {n: s for n, s in found.items() if s.owners[0] in wanted}
         hidden = {n: s for n, s in specs.items() if s.kind == "kronecker" and not s.tables}
+        sharded = {self._names[id(p)] for p in trained if isinstance(p, DTensor)}  # whose parts are no views
+        hidden = {n: s for n, s in hidden.items() if s.owners == s.parameters or s.owners[0] not in sharded}
         rests = {self._names[id(p)] for group in self.param_groups for p in group["params"] if not p.requires_grad}
         if len(hidden) > 1 or rests:
             hidden = {n: s for n, s in hidden.items() if head not in s.layers}
-        state.only = frozenset(s.parameters[0] for s in hidden.values())
-        state.blocks = {n: b for n, b in state.blocks.items() if n in hidden or b.spec.parameters[0] in rests}
+        state.only = frozenset(s.owners[0] for s in hidden.values())
+        state.blocks = {n: b for n, b in state.blocks.items() if n in hidden or b.spec.owners[0] in rests}
 
     # ---- the two kinds of step ---------------------------------------------------------------------------------------
 
@@ -258,16 +264,15 @@ class KFAC(Optimizer):
         steps = []
         for matrices in self._steps.groups:
             for group in self.param_groups:
-                places = [
-                    place
-                    for place, name in enumerate(matrices.names)
-                    if trained[name][1] is group and trained[name][0].grad is not None
-                ]
-                weights = [trained[matrices.names[place]][0] for place in places]
-                for p in weights:
+                owned = [trained[owner(name)] for name in matrices.names]
+                places = [i for i, (p, of_p) in enumerate(owned) if of_p is group and p.grad is not None]
+                for place in places:
+                    p = owned[place][0]
                     if "momentum_buffer" not in self.state[p]:
                         self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                momenta = [self.state[p]["momentum_buffer"] for p in weights]
+                names = [matrices.names[place] for place in places]
+                weights = [_part(trained[owner(name)][0], name) for name in names]
+                momenta = [view(self.state[trained[owner(name)][0]]["momentum_buffer"], name) for name in names]
                 if places:
                     steps.append(MatrixStep(group, matrices, places, weights, momenta))
         self._recorded.step(steps, self._steps.made)
@@ -303,6 +308,15 @@ class KFAC(Optimizer):
                 eps=group["eps"],
                 maximize=False,
             )
+
+
+def _part(p: nn.Parameter, name: str) -> nn.Parameter:
+    """The parameter, or a view of the part of this name with the view of its gradient: steps of one are those of the other."""
+    if owner(name) == name:
+        return p
+    part = nn.Parameter(view(p.detach(), name), requires_grad=False)
+    part.grad = None if p.grad is None else view(p.grad, name)
+    return part
 
 
 def _listed(params: Any) -> list[Any]:

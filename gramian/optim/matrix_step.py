@@ -58,7 +58,7 @@ class MatrixStep:
         n = nesterov_averages(momenta, self.gradients, self.options["momentum"], self.matrices.gradient_dtype, at)
         if self.sharded:
             n = torch.stack([_gathered(one, p) for one, p in zip(n, self.weights, strict=True)])
-        return self.matrices.whitened(n.mT if self.matrices.in_out else n.flatten(2), self.places)
+        return self.matrices.whitened(n.flatten(2).mT if self.matrices.in_out else n.flatten(2), self.places)
 
     def update(self, z_BOM: Tensor, d_BOM: Tensor, tables: "StepTables | None" = None) -> None:
         """Step the weights along U = d·Z."""

@@ -20,6 +20,7 @@ from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.persist import curvature_record
 from gramian.optim.kfac_optimizer import KFAC
 from gramian.taps.model.user_names import unwrap
+from gramian.taps.products.parts import owner
 
 KL_CLIP = 1e-3
 """Default of `kl_clip`, the trust region in nats per step; docs/concepts/damping.md says how it was chosen."""
@@ -140,7 +141,8 @@ class _NaturalStep:
         squares, parts = [], []
         for name, dot in dots.items():
             members = blocks[name].spec.parameters if name in blocks else (name,)
-            squares.append(max(rates[id(trained[member])] for member in members if member in trained) ** 2)
+            owners = {owner(member) for member in members} & trained.keys()
+            squares.append(max(rates[id(trained[one])] for one in owners) ** 2)
             parts.append(dot.double())
         where = parts[0].device
         if self._squares is None or self._squares[0] != (squares, where):  # a copy to the device waits for it

@@ -33,11 +33,13 @@ from tests.curvature import (
     test_loss_contract,
     test_operator_traps,
     test_options,
+    test_parts,
     test_planning,
     test_precondition,
     test_products,
     test_ready_operators,
     test_record,
+    test_several_matrices,
 )
 from tests.curvature.small import FEW, MANY, assert_near, net, refresh, sides, words
 from tests.curvature.test_memory import Largest
@@ -254,9 +256,8 @@ TRAPS = (
         "undamped product by subtracting λv",
         Edit(
             "natural_gradient:fisher_vector_product",
-            "return _apply(state, vector, 1.0 if damped else None)",
-            "found = _apply(state, vector, 1.0); "
-            "return found if damped else {n: t - state.options.damping * vector[n] for n, t in found.items()}",
+            "_apply(state, measured, 1.0 if damped else None) if measured else {}",
+            "{n: t if damped else t - state.options.damping * vector[n] for n, t in _apply(state, vector, 1.0).items()}",
         ),
         partial(test_damping.test_the_fisher_vector_product_is_undamped_unless_asked, "pi", "off", "small_only"),
     ),
@@ -453,16 +454,16 @@ TRAPS = (
     Mutation(
         "only the last call of a module kept",
         Edit(
-            "KroneckerSums.update",
-            "sides, block = record.sides(), sums[spec.name]",
-            "sides, block = record.sides(), sums[spec.name]; block.inputs = block.gradients = None",
+            "KroneckerSums._add",
+            "is_table = record.layer in spec.tables",
+            "is_table = record.layer in spec.tables; block.inputs = block.gradients = None",
         ),
         partial(test_layers.test_matrices_have_k_fac_factors, "reused"),
     ),
     Mutation(
         "padding counted in A",
         Edit(
-            "KroneckerSums.update",
+            "KroneckerSums._add",
             "self.selection.choose(sides, info, record.layer, block.inputs.keep)",
             "ChosenTokens(None, None, None, sides.inputs_BT.shape[:2].numel())",
         ),
@@ -471,7 +472,7 @@ TRAPS = (
     Mutation(
         "weights of the terms ignored in G",
         Edit(
-            "KroneckerSums.update",
+            "KroneckerSums._add",
             "self.selection.choose(sides, info, record.layer, keep)",
             "ChosenTokens(None, None, None, sides.inputs_BT.shape[:2].numel())",
         ),
@@ -494,7 +495,7 @@ TRAPS = (
     Mutation(
         "infinities replaced by large numbers",
         Edit(
-            "KroneckerSums.update",
+            "KroneckerSums._add",
             "self._rows(chosen, sides.inputs_BT, record.borrowed)",
             "self._rows(chosen, sides.inputs_BT.nan_to_num(0.0, 1e6, -1e6), record.borrowed)",
         ),
@@ -517,22 +518,26 @@ TRAPS = (
         "attention's projections left out",
         Edit(
             "block_specs:find_blocks",
-            "if name not in taken:",
-            'if name not in taken and "in_proj" not in name and "out_proj" not in name:',
+            "for name, specs in matrices.items():",
+            'for name, specs in [one for one in matrices.items() if "_proj" not in one[0]]:',
         ),
         test_layers.test_attention_is_covered_whole,
     ),
     Mutation(
         "Conv1D of GPT-2 left out of K-FAC",
-        Edit("block_specs:_kronecker", "if form is None:", 'if form is None or form.layout == "in_out":'),
+        Edit(
+            "block_specs:_kronecker",
+            "if not all(use.forms for use in uses):",
+            'if any(f.layout == "in_out" for use in uses for f in use.forms.values()) or not all(use.forms for use in uses):',
+        ),
         partial(test_layers.test_matrices_have_k_fac_factors, "hf_gpt2"),
     ),
     Mutation(
         "narrow layers dropped",
         Edit(
             "block_specs:find_blocks",
-            "if isinstance(spec, str):",
-            "if isinstance(spec, str) and spec:\n                continue\n            if isinstance(spec, str):",
+            "if isinstance(specs, str):",
+            "if isinstance(specs, str) and specs:\n            continue\n        if isinstance(specs, str):",
         ),
         test_options.test_narrower_layers_are_not_kronecker_blocks,
     ),
@@ -689,6 +694,45 @@ TRAPS = (
         "all products of two spectra at once",
         Edit("spectrum_products:_tiles", "high = max(1, CHUNK // wide)", "high = rows"),
         test_products.test_all_products_are_never_stored_at_once,
+    ),
+    Mutation(
+        "groups of a convolution in another order",
+        Edit("Convolution.matrix_sides", "patches.chunk(module.groups, 1)", "patches.chunk(module.groups, 1)[::-1]"),
+        partial(test_several_matrices.test_factors_are_those_of_the_unrolled_layer, "conv1d"),
+    ),
+    Mutation(
+        "a weight taken for the matrix that it has the shape of",
+        Edit("KroneckerSums._verified", 'if sides.recorded else ""', 'if False else ""'),
+        test_parts.test_matrices_that_are_none_have_their_exact_rows_and_say_why,
+    ),
+    Mutation(
+        "every weight stored as [out, in]",
+        Edit("KroneckerSums._verified", "sides.layout or spec.layout", "spec.layout"),
+        partial(test_parts.test_natural_gradients_and_products_are_those_of_a_module_for_each_matrix, {}),
+    ),
+    Mutation(
+        "all experts as the first",
+        Edit("ParameterParts.split", "view(whole, part)", "view(whole, self.names[name][0])"),
+        partial(test_parts.test_natural_gradients_and_products_are_those_of_a_module_for_each_matrix, {}),
+    ),
+    Mutation(
+        "time steps of the reverse direction in order",
+        Edit("unrolled:unrolled", "steps[:: -1 if direction else 1]", "steps[::1]"),
+        partial(test_several_matrices.test_factors_are_those_of_the_unrolled_layer, "lstm"),
+    ),
+    Mutation(
+        "the output's positions in a transposed convolution",
+        Edit(
+            "contractions:_convolution",
+            "kernel, stride, padding, dilation)\n",
+            "kernel, (1,) * count, padding, dilation)\n",
+        ),
+        partial(test_several_matrices.test_factors_are_those_of_the_unrolled_layer, "transposed1d"),
+    ),
+    Mutation(
+        "exact blocks of rows as a diagonal",
+        Edit("RemainderSums.update", "g_RBW.mT @ g_RBW", "torch.diag_embed(g_RBW.square().sum(1))"),
+        partial(test_layers.test_all_else_has_its_exact_block_or_diagonal, "convnet"),
     ),
 )
 

@@ -48,7 +48,7 @@ def alone(case: Case, samples: int, dtype: torch.dtype, options: dict[str, Any],
 def same_as_one(
     rank: int,
     way: str,
-    name: str,
+    name: str | Case,
     split: list[list[int]],
     options: dict[str, Any],
     dtype: torch.dtype = torch.float64,
@@ -56,7 +56,7 @@ def same_as_one(
     **told: Any,
 ) -> dict[str, Any]:
     """Factors, natural gradients and products of all processes are those of one."""
-    case, samples = CASES[name], sum(map(len, split))
+    case, samples = CASES[name] if isinstance(name, str) else name, sum(map(len, split))
     expected = alone(case, samples, dtype, options, **told)
     kfac, plain = make(**options), case.model(dtype)
     model = wrapped(way, case.model(dtype))

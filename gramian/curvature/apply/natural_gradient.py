@@ -15,6 +15,8 @@ from gramian.curvature.apply.ready_operators import ReadyOperators
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.block_specs import Spec
 from gramian.curvature.blocks.consistency import check_number, check_vector, unique_parameters
+from gramian.curvature.blocks.damping import resolve
+from gramian.curvature.blocks.parameter_parts import ParameterParts
 from gramian.curvature.persist import curvature_record
 from gramian.curvature.state import CurvatureState
 
@@ -37,10 +39,14 @@ def natural_gradient(
         if not gradients:
             raise GramianError("model: no parameter has a gradient; expected loss.backward() before")
     check_vector("gradients", gradients)
-    plain = _without_curvature(state, gradients, state.checked_specs(root))
-    measured = {name: gradient for name, gradient in gradients.items() if name not in plain}
+    specs = state.checked_specs(root)
+    parts = ParameterParts.of(specs.values())
+    vector = parts.split(gradients)
+    plain = _without_curvature(state, vector, specs)
+    measured = {name: gradient for name, gradient in vector.items() if name not in plain}
     found = _apply(state, measured, power) if measured else {}
-    return {name: plain[name].clone() if name in plain else found[name] for name in gradients}
+    each = {name: plain[name].clone() if name in plain else found[name] for name in vector}
+    return parts.join(each, gradients)
 
 
 def ready_natural_gradient(
@@ -62,20 +68,22 @@ def ready_natural_gradient(
             dots |= {n: full_vector((g * found[n]).sum(dtype=torch.float64)) for n, g in gradients.items()}
         return found
     started = time.perf_counter()
+    parts = ParameterParts.of(state.specs.values())
+    vector = parts.split(gradients)
     if state.ready is None or not state.ready.fits(state.blocks, power):
         state.require_factors()
         state.checked_specs(root)
         state.ready = None  # frees the old operators before the new ones are made
         state.ready = ReadyOperators(state.blocks, power, state.options, state.factorisations)
         curvature_record.log_clips(state.blocks.values())
-    found = state.ready.apply(gradients, dots)
-    plain = {name: t for name, t in gradients.items() if name not in found}
+    found = state.ready.apply(vector, dots)
+    plain = {name: t for name, t in vector.items() if name not in found}
     if plain:
         _without_curvature(state, plain, state.checked_specs(root))
         if dots is not None:
             dots |= {name: full_vector(g.square().sum(dtype=torch.float64)) for name, g in plain.items()}
     state.seconds["apply"] = time.perf_counter() - started
-    return {name: plain[name].clone() if name in plain else found[name] for name in gradients}
+    return parts.join({name: plain[name].clone() if name in plain else found[name] for name in vector}, gradients)
 
 
 def fisher_vector_product(state: CurvatureState, vector: Vector, damped: bool) -> dict[str, Tensor]:
@@ -83,7 +91,17 @@ def fisher_vector_product(state: CurvatureState, vector: Vector, damped: bool) -
     check_vector("vector", vector)
     if state.model is not None:
         state.checked_specs(state.model)
-    return _apply(state, vector, 1.0 if damped else None)
+    parts = ParameterParts.of(state.specs.values())
+    given = parts.split(vector)
+    _touched(state, {name: t for name, t in vector.items() if name not in parts.names})
+    known = {p for block in state.blocks.values() for p in block.spec.parameters}
+    unseen = {name: t for name, t in given.items() if name not in known}  # parts that no token has reached: F is zero
+    damping = resolve(state.options.damping_mode, state.options.lambdas, None, (0.0, 0.0))
+    value = damping.lambda_A if damping.joint else damping.lambda_A * damping.lambda_G
+    found = {name: t * (value if damped else 0.0) for name, t in unseen.items()}
+    measured = {name: t for name, t in given.items() if name in known}
+    found |= _apply(state, measured, 1.0 if damped else None) if measured else {}
+    return parts.join({name: found[name] for name in (*given, *(n for n in found if n not in given))}, vector)
 
 
 def _apply(state: CurvatureState, vector: Vector, power: float | None) -> dict[str, Tensor]:

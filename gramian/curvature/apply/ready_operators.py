@@ -23,7 +23,7 @@ from gramian.curvature.apply.ready_sides import ReadySide, aligned, make_sides, 
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.options import Options
 from gramian.curvature.refresh.shared_factorisation import SharedFactorisation
-from gramian.linalg import Diagonal, DiagonalLowRank, LowRank
+from gramian.linalg import BlockDiagonal, Diagonal, DiagonalLowRank, LowRank
 from gramian.linalg.tensor_core_products import UNITS, Operand, Precision
 from gramian.linalg.wide import exact_float32
 
@@ -235,6 +235,8 @@ def _why_exact(block: Block, power: float) -> str:
     for side, factor in block.factors.items():
         if isinstance(factor, LowRank | DiagonalLowRank) and factor.columns.others is not None:
             return f"the rows of {side} are sharded over processes"
+        if isinstance(factor, BlockDiagonal):
+            return "its blocks are applied together as they are"
         if factor.device.type != block.spec.device.type:
             return f"{side} is stored on another device"
         value = damping.lambda_A if side == "A" else damping.lambda_G

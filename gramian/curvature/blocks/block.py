@@ -14,7 +14,7 @@ from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block_specs import Spec
 from gramian.curvature.blocks.damping import Damping
 from gramian.curvature.blocks.eigenvalue_correction import Correction
-from gramian.linalg import WIDEST_DENSE, Clip, Dense, Diagonal, DiagonalLowRank, Factor, Spectral
+from gramian.linalg import WIDEST_DENSE, BlockDiagonal, Clip, Dense, Diagonal, DiagonalLowRank, Factor, Spectral
 from gramian.linalg.factors.factor import Decomposable, raised
 from gramian.linalg.factors.factor_transfer import What, prepare_power
 from gramian.linalg.wide import padded
@@ -139,7 +139,7 @@ class Block:
         if self.correction is not None:
             return found
         for side, factor, value in self._sides(damping):
-            if isinstance(factor, Diagonal):
+            if isinstance(factor, Diagonal | BlockDiagonal):  # nothing that processes would share
                 continue
             if self.corrected:
                 found[side] = "eigen"

@@ -1,12 +1,15 @@
 """Assign every trainable parameter of a model to exactly one block of the Fisher.
 
 Kinds of blocks:
-- "kronecker": a weight that maps input tokens to output tokens, with the bias of its layer as one more input;
-- "block": the exact Fisher, from per-sample gradients, of a parameter of at most `SMALL` elements;
+- "kronecker": a weight that maps input tokens to output tokens, with the bias of its layer as one more input; of a parameter
+  that is several matrices (a bank of experts, the groups of a convolution) each has its own;
+- "block": the exact Fisher, from per-sample gradients, of a parameter of at most `SMALL` elements, or that of each row of one
+  whose rows are as small (the kernels of a depthwise convolution);
 - "diagonal": the exact diagonal, from per-sample gradients, of any other parameter.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -14,12 +17,17 @@ from torch import Tensor, nn
 
 from gramian.core.errors import GramianError
 from gramian.curvature.options import Options
+from gramian.taps.model import user_names
 from gramian.taps.model.find_layers import FoundLayer, discover
+from gramian.taps.products.parts import SMALL, owner, part_shape, renamed
+from gramian.taps.records import LayerRecord
 from gramian.taps.roles import ParameterInfo
 from gramian.taps.sites.site import LayerForm
 
-SMALL = 128
-"""Largest number of elements of a parameter outside K-FAC that gets its exact Fisher block; a larger one gets a diagonal."""
+MOST_ROWS = 2**26
+"""Largest number of elements of all exact blocks of the rows of one parameter; one with more has a diagonal."""
+LAYOUTS = ("out_in", "in_out", "kernel", "table")
+"""How a matrix may be seen to be stored whose form was assumed; of these, only the first two are taken for each other."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +35,12 @@ class Spec:
     """The parameters, layers and shape of one block of the Fisher, without data."""
 
     name: str
-    """Name of the block: that of the first layer that uses its weight; outside K-FAC that of its parameter."""
+    """Name of the block: that of the first layer that uses its weight, followed by the name of the weight or of the part of one
+    that it is, unless this is "weight"; outside K-FAC the name of its parameter."""
     kind: Literal["kronecker", "block", "diagonal"]
     parameters: tuple[str, ...]
-    """(weight, bias) or (weight,): names of the block's parameters; outside K-FAC the name of the one parameter."""
+    """(weight, bias) or (weight,): names of the block's parameters, or of parts of parameters (`taps.products.parts`); outside
+    K-FAC the name of the one parameter."""
     shapes: tuple[tuple[int, ...], ...]
     layers: tuple[str, ...]
     layout: Literal["out_in", "in_out", "kernel", "table", "vector"]
@@ -44,6 +54,21 @@ class Spec:
     """Those of `layers` that look rows of the weight up by index (embeddings)."""
     why: str = ""
     """Why the block is not a Kronecker product although its layer could have one; "" otherwise."""
+    rows: int = 1
+    """Of kind "block": number of exact blocks, one for each row of the parameter, or 1 for all of it."""
+    keys: tuple[str, ...] = ()
+    """For each of `layers`, the name inside it of the weight, or of the part of one; empty: "weight" in all of them."""
+    assumed: bool = False
+    """True if it follows from shapes alone that its layer multiplies by this matrix, which every refresh then verifies."""
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """Names of the parameters that `parameters` are or are parts of."""
+        return tuple(owner(name) for name in self.parameters)
+
+    def key_of(self, layer: str) -> str:
+        """The name of this block's weight, or part of one, inside one of `layers`."""
+        return self.keys[self.layers.index(layer)] if self.keys else "weight"
 
     @property
     def has_bias(self) -> bool:
@@ -55,7 +80,7 @@ class Spec:
         """The name of this block's approximation in the coverage report: "K-FAC <layer>", "exact block" or "diagonal"."""
         if self.kind == "kronecker":
             return f"K-FAC {self.name}"
-        return "exact block" if self.kind == "block" else "diagonal"
+        return "diagonal" if self.kind == "diagonal" else "exact block" if self.rows == 1 else "exact blocks of rows"
 
     def matrix(self, tensors: dict[str, Tensor]) -> Tensor:
         """The block's parameters {name: tensor} as one matrix Y [o, m]; a missing one counts as zero.
@@ -74,7 +99,8 @@ class Spec:
             weight = other.new_zeros(self.shapes[0])
         if self.layout == "vector":
             return weight.reshape(-1, 1)
-        y = weight.mT if self.layout in ("in_out", "table") else weight.flatten(1)
+        y = weight.flatten(1)
+        y = y.mT if self.layout in ("in_out", "table") else y
         if not self.has_bias:
             return y
         bias = parts[1] if parts[1] is not None else y.new_zeros(self.outputs)
@@ -104,66 +130,123 @@ class Spec:
         return found
 
 
-def find_blocks(root: nn.Module, options: Options) -> dict[str, Spec]:
-    """{name: `Spec`} of all blocks of a model without wrappers, in its order; layers below `min_layer_size` have no K-FAC."""
+def find_blocks(root: nn.Module, options: Options, observed: Mapping[str, str] | None = None) -> dict[str, Spec]:
+    """{name: `Spec`} of all blocks of a model without wrappers, in its order; layers below `min_layer_size` have no K-FAC.
+
+    `observed`: {parameter of an assumed form: the layout that was seen, or why it is not a matrix}; None: nothing was seen yet.
+    """
     layers, parameters = discover(root)
     users: dict[str, list[FoundLayer]] = {}
     for found in layers:
         for name in found.parameters.values():
             if name in parameters and found.site is not None:
                 users.setdefault(name, []).append(found)
-    specs: dict[str, Spec] = {}
-    taken: set[str] = set()
-    for name in parameters:
-        if name not in taken:
-            spec = _kronecker(name, users[name], users, parameters, options)
-            if isinstance(spec, str):
-                spec = _vector(name, parameters[name], why=spec)
-            specs[spec.name] = spec
-            taken.update(spec.parameters)
-    return specs
+    uses = {name: [_MatrixUse.of(found, name) for found in used_by] for name, used_by in users.items()}
+    matrices = {name: _kronecker(name, uses[name], users, parameters, options, observed or {}) for name in parameters}
+    taken = {owner(p) for specs in matrices.values() if not isinstance(specs, str) for s in specs for p in s.parameters}
+    found_specs: dict[str, Spec] = {}
+    for name, specs in matrices.items():
+        if isinstance(specs, str):
+            specs = [] if name in taken else [_vector(name, parameters[name], why=specs)]
+        found_specs |= {spec.name: spec for spec in specs}
+    return found_specs
+
+
+@dataclass(frozen=True)
+class _MatrixUse:
+    """The use of a parameter in one layer: as matrices, whose names inside the layer begin with that of the parameter."""
+
+    layer: FoundLayer
+    forms: dict[str, LayerForm]
+    """{name inside the layer: form}; one entry, or one for each part; empty if the layer does not use it as matrices."""
+
+    @classmethod
+    def of(cls, layer: FoundLayer, parameter: str) -> "_MatrixUse":
+        local = {own for own, name in layer.parameters.items() if name == parameter}
+        return cls(layer, {key: form for key, form in layer.forms.items() if owner(key) in local})
+
+    def bias(self, key: str, users: dict[str, list[FoundLayer]], parameters: dict[str, ParameterInfo]) -> str | None:
+        """Name in the model of the bias, or the part of one, of a matrix; None without one, or if it is frozen or tied."""
+        local = self.forms[key].bias
+        if local is None or owner(local) not in self.layer.parameters:
+            return None
+        name = renamed(local, self.layer.parameters.__getitem__)
+        return name if owner(name) in parameters and len(users[owner(name)]) == 1 else None
 
 
 def _kronecker(
     name: str,
-    used_by: list[FoundLayer],
+    uses: list[_MatrixUse],
     users: dict[str, list[FoundLayer]],
     parameters: dict[str, ParameterInfo],
     options: Options,
-) -> Spec | str:
-    """The `Spec` of a weight that all its layers use as a matrix; else the reason, "" if it is not a weight matrix at all."""
-    if any(found.parameters.get("weight") != name for found in used_by):
+    observed: Mapping[str, str],
+) -> list[Spec] | str:
+    """The `Spec` of each matrix of a parameter; else the reason, "" if a layer does not use it as matrices at all."""
+    if not all(use.forms for use in uses):
         return ""
-    forms: list[LayerForm] = []
-    for found in used_by:
-        assert found.site is not None
-        form = found.site.form(found.module)
-        if form is None:
-            return ""
-        forms.append(form)
-    form = next((f for f in forms if f.layout != "table"), forms[0])
-    matrices = {_oriented(f, form) for f in forms}
-    if len(matrices) > 1:
-        return "its layers use it as matrices of different shapes"
-    if min(form.inputs, form.outputs) < options.min_layer_size:
-        return f"narrower than min_layer_size={options.min_layer_size}"
-    bias = used_by[0].parameters.get("bias") if len(used_by) == 1 else None
-    if bias is not None and (bias not in parameters or len(users[bias]) > 1):
-        bias = None
-    info = parameters[name]
-    return Spec(
-        name=used_by[0].name or "model",
-        kind="kronecker",
-        parameters=(name,) if bias is None else (name, bias),
-        shapes=(info.shape,) if bias is None else (info.shape, parameters[bias].shape),
-        layers=tuple(found.name for found in used_by),
-        layout=form.layout,
-        inputs=form.inputs + (bias is not None),
-        outputs=form.outputs,
-        dtype=info.dtype,
-        device=info.device,
-        tables=tuple(found.name for found, f in zip(used_by, forms, strict=True) if f.layout == "table"),
-    )
+    if len({len(use.forms) for use in uses}) > 1 or (len(uses) > 1 and len(uses[0].forms) > 1):
+        return "its layers use it as different matrices"
+    assumed = any(form.assumed for use in uses for form in use.forms.values())
+    seen = observed.get(name) if assumed else None
+    if seen is not None and seen not in LAYOUTS:
+        return seen
+    specs: list[Spec] = []
+    for key, form in uses[0].forms.items():
+        keys = (key, *(next(iter(use.forms)) for use in uses[1:]))
+        forms = (form, *(next(iter(use.forms.values())) for use in uses[1:]))
+        main = next((f for f in forms if f.layout != "table"), forms[0])
+        if len({_oriented(f, main) for f in forms}) > 1:
+            return "its layers use it as matrices of different shapes"
+        if min(main.inputs, main.outputs) < options.min_layer_size:
+            return f"narrower than min_layer_size={options.min_layer_size}"
+        main = main if seen is None else stored_as(main, seen)
+        info, weight = parameters[name], renamed(key, lambda _: name)
+        bias = uses[0].bias(key, users, parameters) if len(uses) == 1 else None
+        both = (weight,) if bias is None else (weight, bias)
+        found = uses[0].layer
+        specs.append(
+            Spec(
+                name=(found.name or "model") if key == "weight" else user_names.join(found.name, key),
+                kind="kronecker",
+                parameters=both,
+                shapes=tuple(part_shape(parameters[owner(p)].shape, p) for p in both),
+                layers=tuple(use.layer.name for use in uses),
+                layout=main.layout,
+                inputs=main.inputs + (bias is not None),
+                outputs=main.outputs,
+                dtype=info.dtype,
+                device=info.device,
+                tables=tuple(use.layer.name for use, f in zip(uses, forms, strict=True) if f.layout == "table"),
+                keys=keys if set(keys) != {"weight"} else (),
+                assumed=assumed,
+            )
+        )
+    return specs
+
+
+def blocks_by_layer(specs: Mapping[str, Spec]) -> dict[str, dict[str, str]]:
+    """{layer: {name of a weight, or of a part of one, inside it: its block}} of Kronecker blocks."""
+    found: dict[str, dict[str, str]] = {}
+    for name, spec in specs.items():
+        for layer in spec.layers:
+            found.setdefault(layer, {})[spec.key_of(layer)] = name
+    return found
+
+
+def trained_blocks(
+    by_layer: Mapping[str, Mapping[str, str]], specs: Mapping[str, Spec], record: LayerRecord
+) -> dict[str, str]:
+    """The entry of `blocks_by_layer` for the layer of a record, of the weights that have a gradient in it."""
+    known = by_layer.get(record.layer, {})
+    return {key: name for key, name in known.items() if specs[name].owners[0] in record.gradients}
+
+
+def stored_as(form: LayerForm, layout: str) -> LayerForm:
+    """A form, "out_in" or "in_out", as it is if the weight is stored in this layout; other forms stay as they are."""
+    if form.layout not in LAYOUTS[:2] or form.layout == layout:
+        return form
+    return replace(form, layout="in_out" if layout == "in_out" else "out_in", inputs=form.outputs, outputs=form.inputs)
 
 
 def _oriented(form: LayerForm, main: LayerForm) -> tuple[int, int]:
@@ -177,10 +260,19 @@ def _oriented(form: LayerForm, main: LayerForm) -> tuple[int, int]:
 
 
 def _vector(name: str, info: ParameterInfo, why: str) -> Spec:
-    size = torch.Size(info.shape).numel()
+    size, rows = torch.Size(info.shape).numel(), 1
+    if (
+        not why.startswith("narrower")
+        and size > SMALL
+        and size <= SMALL * info.shape[0]
+        and info.shape[0] < size
+        and size**2 <= MOST_ROWS * info.shape[0]
+    ):
+        rows = info.shape[0]
     return Spec(
         name=name,
-        kind="block" if size <= SMALL else "diagonal",
+        kind="block" if size <= SMALL or rows > 1 else "diagonal",
+        rows=rows,
         parameters=(name,),
         shapes=(info.shape,),
         layers=info.layers,

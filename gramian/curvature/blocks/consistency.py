@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gramian.core.errors import GramianError
-from gramian.curvature.blocks.block_specs import Spec
+from gramian.curvature.blocks.block_specs import LAYOUTS, Spec
 from gramian.parallel.data_parallel import reshard
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.taps.hub import hub_of
 from gramian.taps.model.user_names import named_parameters, unwrap
+from gramian.taps.products.replay import BOTH_WAYS
 
 
 def check_spec(before: Spec, now: Spec) -> None:
@@ -127,11 +128,14 @@ class Agreed:
     """Why the refresh is rejected, as a text; "" if it is not."""
     free: int | None
     """Free bytes of GPU memory on the process with the fewest; None: no process uses a GPU."""
+    observed: dict[str, str]
+    """{parameter of an assumed form: the layout that processes have seen, or why it is not a matrix}."""
 
 
 def fingerprint(specs: Mapping[str, Spec]) -> str:
     """A hash (16 hex digits) of {block name: `Spec`}, equal for models with equal blocks on any device."""
-    fields = [(s.name, s.kind, s.parameters, s.shapes, s.layers, s.layout, str(s.dtype)) for s in specs.values()]
+    layouts = {name: "assumed" if s.assumed else s.layout for name, s in specs.items()}
+    fields = [(s.name, s.kind, s.parameters, s.shapes, s.layers, layouts[n], str(s.dtype)) for n, s in specs.items()]
     return hashlib.sha256(repr(fields).encode()).hexdigest()[:16]
 
 
@@ -166,7 +170,18 @@ def agree(reports: Sequence[Mapping[str, Any]]) -> Agreed:
         padded=padded,
         problem=(problems[0] if len(reports) > 1 else first["problem"]) if problems else "",
         free=min(free) if free else None,
+        observed=_observed([report["observed"] for report in reports]),
     )
+
+
+def _observed(reports: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """{parameter of an assumed form: what all processes have seen of it}: a layout if it is that of all, else a reason."""
+    found: dict[str, str] = {}
+    for name, seen in [item for report in reports for item in report.items()]:
+        before = found.setdefault(name, seen)
+        if before != seen and before in LAYOUTS:
+            found[name] = BOTH_WAYS if seen in LAYOUTS else seen
+    return found
 
 
 def _difference(name: str, first: Any, other: Any, rank: int) -> str:

@@ -6,8 +6,10 @@ a weight that is used once are projected at once.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from gramian.curvature.blocks.block_specs import Spec
+from gramian.curvature.blocks.assumed_matrices import checked
+from gramian.curvature.blocks.block_specs import Spec, blocks_by_layer, trained_blocks
 from gramian.curvature.blocks.eigenvalue_correction import Basis
 from gramian.curvature.estimate.eigenbasis_sums import EigenbasisSums, EKFACUse, HeadTokens, sample_weights
 from gramian.curvature.estimate.kronecker_sums import head_tokens
@@ -40,38 +42,38 @@ class EigenvalueSums(SumsOfOneCapture):
     coefficient: CoefficientCheck = field(default_factory=CoefficientCheck)
     """Whether loss terms have the coefficient that the arguments of the pass give."""
     needs: Needs = "layer"
+    takes_products: ClassVar[bool] = True
+    """Records may be of single products inside a layer (`InlineProducts`)."""
     per_sample: bool = False
     selection: TokenSelection = field(default_factory=lambda: TokenSelection(0))
-    _by_layer: dict[str, Spec] = field(default_factory=dict)
-    _waiting: dict[tuple[int, str], tuple[str, list[EKFACUse]]] = field(default_factory=dict)
-    """{(pass number, weight): its block, and the calls of layers with it so far}."""
+    _by_layer: dict[str, dict[str, str]] = field(default_factory=dict)
+    _waiting: dict[tuple[int, str], dict[str, list[EKFACUse]]] = field(default_factory=dict)
+    """{(pass number, parameter): {its block: the calls of layers with it so far}}."""
 
     def start(self, parameters: Mapping[str, ParameterInfo]) -> dict[str, EigenbasisSums]:
         """The sums of all blocks, at the start of a capture."""
-        self._by_layer = {layer: self.specs[name] for name in self.sums for layer in self.specs[name].layers}
+        self._by_layer = blocks_by_layer({name: self.specs[name] for name in self.sums})
         return self.sums
 
     def update(self, sums: dict[str, EigenbasisSums], record: LayerRecord) -> None:
         """Take the tokens of one layer call (`record`); those of an exact head are added at once."""
         if record.layer == self.head and self.coefficient.due:
             self._check_coefficient(record)
-        spec = self._by_layer.get(record.layer)
-        if spec is None or spec.parameters[0] not in record.gradients:
-            return
-        info, sides, is_table = record.info, record.sides(), record.layer in spec.tables
-        if self.exact_head and record.layer == self.head:
-            self._add_head(sums[spec.name], sides, record)
-            return
-        use = EKFACUse.of(sides, info.scale, is_table)
-        self._waiting.setdefault((info.number, spec.parameters[0]), (spec.name, []))[1].append(use)
-        if record.borrowed:
-            use.own({})
+        names = trained_blocks(self._by_layer, self.specs, record)
+        found = record.sides() if names else {}
+        for key, name in [(key, name) for key, name in names.items() if key in found]:
+            spec, sides = self.specs[name], checked(found[key])
+            if self.exact_head and record.layer == self.head:
+                self._add_head(sums[name], sides, record)
+                continue
+            use = EKFACUse.of(sides, record.info.scale, record.layer in spec.tables)
+            self._waiting.setdefault((record.info.number, spec.owners[0]), {}).setdefault(name, []).append(use)
+            if record.borrowed:
+                use.own({})
 
     def complete(self, record: ParameterRecord) -> None:
         """Add the samples of a pass to the sums of a block whose weight (`record`) has no further use in it."""
-        found = self._waiting.pop((record.info.number, record.parameter), None)
-        if found is not None:
-            name, uses = found
+        for name, uses in self._waiting.pop((record.info.number, record.parameter), {}).items():
             self.sums[name].add(uses, sample_weights(record.info.token_weights))
 
     def count(self, sums: dict[str, EigenbasisSums], samples: int) -> None:
@@ -79,7 +81,7 @@ class EigenvalueSums(SumsOfOneCapture):
         self.selection.end_pass()
 
     def _check_coefficient(self, record: LayerRecord) -> None:
-        info, sides = record.info, record.sides()
+        info, sides = record.info, checked(next(iter(record.sides().values())))
         assert isinstance(info, RefreshPass)
         chosen = self.selection.choose(sides, info, record.layer, StoragePolicy())
         gradients = chosen.tokens(sides.gradients_BTO, True, info.scale, inverse=True)

@@ -8,13 +8,14 @@ terms. A token weight is the weight of its term in that sum: weight 2 is the sam
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gramian.core.errors import GramianError
-from gramian.curvature.blocks.block_specs import Spec
+from gramian.curvature.blocks.assumed_matrices import Totals, checked, turned
+from gramian.curvature.blocks.block_specs import LAYOUTS, Spec, blocks_by_layer, trained_blocks
 from gramian.curvature.estimate.eigenbasis_sums import EKFACUse, HeadTokens
 from gramian.curvature.estimate.ekfac_sums import EKFACSamples
 from gramian.curvature.estimate.likelihood import Likelihood, Softmax
@@ -27,6 +28,7 @@ from gramian.curvature.memory.memory_budget import keeps_of
 from gramian.curvature.options import Options
 from gramian.linalg import WIDEST_DENSE
 from gramian.linalg.wide import wide
+from gramian.taps.products.replay import BOTH_WAYS
 from gramian.taps.records import LayerRecord
 from gramian.taps.roles import Needs, ParameterInfo
 from gramian.taps.sites.site import Sides
@@ -59,7 +61,8 @@ class BlockSums:
 class KroneckerSums(SumsOfOneCapture):
     """The statistic that sums inputs and output gradients of layers over tokens, for every K-FAC block."""
 
-    specs: Mapping[str, Spec]
+    specs: dict[str, Spec]
+    """{block: its `Spec`}; those of assumed matrices change if they are seen to be stored in the other layout."""
     options: Options
     seed: int
     """Seed of the random keys by which token subsets are chosen."""
@@ -78,9 +81,14 @@ class KroneckerSums(SumsOfOneCapture):
     likelihood: Likelihood = Softmax()
     """The distribution that the outputs of the head stand for; a user's own loss is taken for a softmax, and checked."""
     needs: Needs = "layer"
+    takes_products: ClassVar[bool] = True
+    """Records may be of single products inside a layer (`InlineProducts`)."""
     per_sample: bool = False
     selection: TokenSelection = field(init=False)
-    _by_layer: dict[str, Spec] = field(default_factory=dict)
+    observed: dict[str, str] = field(default_factory=dict)
+    """{parameter of an assumed form: the layout that was seen in this refresh, or why it is not a matrix}."""
+    _by_layer: dict[str, dict[str, str]] = field(default_factory=dict)
+    """{layer: {name of a weight, or part of one, inside it: its block}}."""
     _keeps: Keeps | None = None
     _products: Products = field(default_factory=Products)
     _last_rows: dict[Any, tuple[Tensor, Tokens]] = field(default_factory=dict)
@@ -92,28 +100,58 @@ class KroneckerSums(SumsOfOneCapture):
     def start(self, parameters: Mapping[str, ParameterInfo]) -> dict[str, BlockSums]:
         """{K-FAC block: empty `BlockSums`}, at the start of a capture."""
         kronecker = {name: spec for name, spec in self.specs.items() if spec.kind == "kronecker"}
-        self._by_layer = {layer: spec for spec in kronecker.values() for layer in spec.layers}
+        self._by_layer = blocks_by_layer(kronecker)
         return {name: BlockSums() for name in kronecker}
 
     def update(self, sums: dict[str, BlockSums], record: LayerRecord) -> None:
-        """Add the tokens of one layer call (`record`) to the sums of its block; calls outside K-FAC blocks are ignored."""
-        spec = self._by_layer.get(record.layer)
-        if spec is None or spec.parameters[0] not in record.gradients:
+        """Add the tokens of one layer call (`record`) to the sums of its blocks; calls outside K-FAC blocks are ignored."""
+        names = trained_blocks(self._by_layer, self.specs, record)
+        if not names:
             return
         if self.find_head is not None:
             self.head, self.find_head = self.find_head(), None
+        found, totals = record.sides(), Totals(record)
+        for key, name in names.items():
+            sides = self._verified(self.specs[name], found[key], totals) if key in found else None
+            if sides is not None and sides.gradients_BTO.shape[1]:
+                self._add(sums[name], self.specs[name], sides, record)
+
+    def _verified(self, spec: Spec, sides: Sides | str, totals: Totals) -> Sides | None:
+        """`sides`, if they are those of the block's matrix; None, with the reason in `observed`, for an assumed one if not.
+
+        The sum Σ g aᵀ of recorded products is compared with the gradient of their parameter. 2·T·o·m FLOPs.
+        """
+        if not spec.assumed:
+            return checked(sides)
+        parameter = spec.owners[0]
+        if self.observed.get(parameter, LAYOUTS[0]) not in LAYOUTS:
+            return None
+        if isinstance(sides, str):
+            if totals.any(parameter):  # else no data has reached it, and nothing was seen
+                self.observed[parameter] = sides
+            return None
+        layout, why = sides.layout or spec.layout, BOTH_WAYS
+        if self.observed.setdefault(parameter, layout) == layout:
+            if layout != spec.layout:
+                self.specs[spec.name], self._keeps = turned(spec, layout), None
+            why = totals.other_than(self.specs[spec.name], sides) if sides.recorded else ""
+        if why:
+            self.observed[parameter] = why
+        return None if why else sides
+
+    def _add(self, block: BlockSums, spec: Spec, sides: Sides, record: LayerRecord) -> None:
+        """Add the tokens of one call to the sums of one block."""
         if self._keeps is None:
             self._keeps = keeps_of(self.specs, self.options, self.head, self.exact_head)
         keeps = self._keeps[spec.name]
         info = record.info
         assert isinstance(info, RefreshPass)
-        sides, block = record.sides(), sums[spec.name]
         is_table = record.layer in spec.tables
         is_head = record.layer == self.head
         if self.stores_samples and not (is_head and self.exact_head):
             use = EKFACUse.of(sides, info.scale, is_table)
             block.samples.add(info.number, use, info.token_weights, record.borrowed)
-        if not is_table:
+        if not is_table and sides.positions_BT is None:
             self.selection.find_ignored(sides, info)
         self.selection.note_padding(sides, info, record.layer)
         if is_table:

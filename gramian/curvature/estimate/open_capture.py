@@ -138,7 +138,9 @@ def open_refresh(
         likelihood=likelihood,
     )
     finish = finish_refresh.finish
-    cap = KFACCapture(state, model, kronecker, RemainderSums(specs), finish, loss, estimate, exchange)
+    cap = KFACCapture(
+        state, model, kronecker, RemainderSums(state.specs_without_assumptions(root)), finish, loss, estimate, exchange
+    )
     if found is None:
         kronecker.find_head = lambda: seen_head(cap.output_layer(), specs, exact_head)
     elif exact_head and not isinstance(likelihood, Softmax):  # that of a softmax is seen from its gradients

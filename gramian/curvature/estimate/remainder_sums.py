@@ -42,7 +42,8 @@ class RemainderSums(SumsOfOneCapture):
                 assert weights_B is not None
                 top_B = weights_B.to(g_BN).amax(1)
                 g_BN = g_BN * torch.where(top_B > 0, top_B, 1.0).rsqrt()[:, None]
-            added = g_BN.mT @ g_BN if spec.kind == "block" else g_BN.square().sum(0)
+            g_RBW = g_BN.unflatten(1, (spec.rows, -1)).transpose(0, 1)
+            added = g_RBW.mT @ g_RBW if spec.kind == "block" else g_BN.square().sum(0)
         else:
             added = gradient.sum_of_squares().reshape(-1) * scale**2
         name = spec.name

@@ -95,6 +95,8 @@ class TokenSelection:
 
     def note_padding(self, sides: Sides, info: RefreshPass, layer: str) -> None:
         """Record in `padded` a layer with more tokens than loss terms if it is not known which tokens have no term."""
+        if sides.positions_BT is not None:
+            return
         batch, tokens = info.rows, sides.gradients_BTO.shape[1]
         counted = self._counted[info.number, layer] = self._counted.get((info.number, layer), 0) + batch * tokens
         if info.token_weights is not None or counted <= info.num_terms:
@@ -113,7 +115,8 @@ class TokenSelection:
         """
         batch, tokens = sides.gradients_BTO.shape[:2]
         memo = (info.number, tokens, keep.limit, id(self._not_padding(sides, info)))
-        if sides.counted_BT is None and memo in self._chosen:
+        plain = sides.counted_BT is None and sides.positions_BT is None
+        if plain and memo in self._chosen:
             return self._chosen[memo]
         device = sides.gradients_BTO.device
         weights_BT = self._weights(sides, info, layer)
@@ -127,7 +130,12 @@ class TokenSelection:
             weights = None if bool((weights == 1).all()) else weights
             index = None if seen == batch * tokens else index
         if keep.limit is not None:
-            keys = token_keys(self.seed, info.samples_B.to(device, non_blocking=True), tokens, info.draw).reshape(-1)
+            places = sides.positions_BT
+            in_order = torch.arange(tokens, device=device)
+            places = None if places is None else torch.where(places < 0, in_order, places)
+            of_sample = tokens if places is None else int(places.max()) + 1 if places.numel() else 0
+            keys_BT = token_keys(self.seed, info.samples_B.to(device, non_blocking=True), of_sample, info.draw)
+            keys = (keys_BT if places is None else keys_BT.gather(1, places)).reshape(-1)
             keys = keys if index is None else keys[index]
             if len(keys) > keep.limit:
                 subset = keys.topk(keep.limit, largest=False).indices.sort().values
@@ -135,7 +143,7 @@ class TokenSelection:
                 weights = None if weights is None else weights[subset]
                 index = subset if index is None else index[subset]
         chosen = ChosenTokens(index, weights, keys, seen)
-        if sides.counted_BT is None:
+        if plain:
             self._chosen[memo] = chosen
         return chosen
 
@@ -160,7 +168,10 @@ class TokenSelection:
             known = (weights, *info.other_weights)
             weights = next((w for w in known if w.shape[1] in (1, tokens)), weights)
             weights = weights.to(sides.gradients_BTO.device).double()
-            if tokens == 1:
+            if sides.positions_BT is not None and weights.shape[1] > 1:
+                at_place = weights.gather(1, sides.positions_BT.clamp(min=0))
+                weights = torch.where(sides.positions_BT < 0, weights.amax(1, keepdim=True), at_place)
+            elif tokens == 1:
                 weights = weights.amax(1, keepdim=True)  # a layer behind a pooling sees the samples that count
             elif weights.shape[1] == 1:
                 weights = weights.expand(-1, tokens)
@@ -179,7 +190,7 @@ class TokenSelection:
         None: all tokens count, or it is not known which do. Layers with equal masks get the same tensor object.
         """
         with_term_BT, tokens = self._with_term.get(info.number), sides.gradients_BTO.shape[1]
-        if info.token_weights is not None or with_term_BT is None:
+        if info.token_weights is not None or with_term_BT is None or sides.positions_BT is not None:
             return None
         if tokens == 1:  # behind a pooling, or one token for a sample
             with_term_BT = with_term_BT.any(1, keepdim=True)

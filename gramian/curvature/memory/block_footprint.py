@@ -158,6 +158,10 @@ def bound(form: BlockForm, keeps: SidePolicies) -> Footprint:
 def _not_kronecker(form: BlockForm) -> Outline:
     """The `Outline` of a block that is not a Kronecker product: a small full matrix, or a diagonal."""
     n, w, nothing = form.outputs, form.wide, (StoragePolicy(), StoragePolicy())
+    if form.rows > 1:
+        stored = n * (n // form.rows)
+        shape = diagonal(stored * (w + 8) // w, w)  # with eigenvectors
+        return Outline(None, shape, _footprint(form, None, shape, nothing, w * stored, 3 * w * stored))
     if form.kind == "block":
         shape, sums = dense(n, form.storage), w * n * n
         return Outline(None, shape, _footprint(form, None, shape, nothing, sums, 2 * sums + 12 * n * n))

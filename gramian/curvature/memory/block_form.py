@@ -42,6 +42,8 @@ class BlockForm:
 
     kind: str
     """`Spec.kind` of the block: "kronecker", "block" or "diagonal"."""
+    rows: int
+    """`Spec.rows` of the block, the number of its exact blocks."""
     inputs: int
     """m, the width of the factor A, the bias included."""
     outputs: int
@@ -113,6 +115,7 @@ class BlockForm:
         linear = len(spec.tables) < len(spec.layers)
         return cls(
             kind=spec.kind,
+            rows=spec.rows,
             inputs=spec.inputs,
             outputs=spec.outputs,
             bias=spec.has_bias,

@@ -54,7 +54,7 @@ def plan_curvature(
     alone = world_size == 1 or options.kfac_distributed_reduce == "none"
     reduced, eigenvectors = options.weight_sharing == "reduce", power != -1 or options.damps_product
     every = find_blocks(model, options)
-    specs = {n: spec for n, spec in every.items() if only is None or any(p in only for p in spec.parameters)}
+    specs = {n: spec for n, spec in every.items() if only is None or any(p in only for p in spec.owners)}
     source = token_source(model, specs, tokens, inputs)
     head = head if head is not None else source.last_linear(model, every)
     runs_on = None if device is None else torch.device(device).type

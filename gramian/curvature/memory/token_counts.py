@@ -99,7 +99,7 @@ class TokenSource:
             for spec in specs.values()
             if spec.kind == "kronecker"
             for layer in spec.layers
-            if layer not in spec.tables and spec.layout != "kernel"
+            if layer not in spec.tables and spec.layout != "kernel" and not spec.keys
         ]
         if self.trace is not None and self.trace.last in linear:
             return self.trace.last
@@ -115,7 +115,8 @@ class TokenSource:
         first: dict[Any, str] = {}
         found: dict[str, str] = {}
         for name, spec in specs.items():
-            single = spec.kind == "kronecker" and not spec.tables and len(spec.layers) == 1 and spec.layout != "kernel"
+            single = spec.kind == "kronecker" and not spec.tables and len(spec.layers) == 1
+            single = single and spec.layout != "kernel" and not spec.keys
             if single and not keeps[name].A.diagonal:
                 key = (self.trace.inputs.get(spec.layers[0]), spec.has_bias, keeps[name].A)
                 if key[0] is not None and first.setdefault(key, name) != name:

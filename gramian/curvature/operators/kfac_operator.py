@@ -5,6 +5,7 @@ from torch import Tensor
 
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.consistency import unique_parameters
+from gramian.curvature.blocks.parameter_parts import whole_shapes
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.operators.parameter_space import ParameterSpace, Selection, choose, first_names
 from gramian.linalg.spectra.operator import Operator, seen
@@ -36,7 +37,9 @@ class KFACOperator(Operator):
         if not kfac.kfac_factors:
             raise GramianError("kfac: has no factors yet; expected a capture or collect_kfac_factors before")
         specs = [block.spec for block in kfac.kfac_factors.values()]
-        shapes = {name: shape for spec in specs for name, shape in zip(spec.parameters, spec.shapes, strict=True)}
+        shapes = whole_shapes([*kfac.state.specs.values(), *specs])
+        known = {name for spec in specs for name in spec.owners}
+        shapes = {name: shape for name, shape in shapes.items() if name in known}
         model = kfac.state.model
         order = [*shapes] if model is None else [name for name, _ in unique_parameters(model) if name in shapes]
         dtypes = {spec.dtype for spec in specs}

@@ -10,6 +10,7 @@ import torch
 from gramian.core.errors import GramianError
 from gramian.core.version import VERSION
 from gramian.curvature.blocks.block import Block
+from gramian.curvature.blocks.block_specs import Spec
 from gramian.curvature.blocks.consistency import unique_parameters
 from gramian.curvature.state import CurvatureState
 from gramian.linalg import Clip, DiagonalLowRank, Factor, LowRank
@@ -64,19 +65,27 @@ def coverage(state: CurvatureState) -> Coverage:
     """A `Coverage` report: how each parameter of the captured model is approximated; a GramianError before a capture."""
     if state.model is None:
         raise GramianError("coverage: no model was captured yet; expected a capture before")
-    specs = {p: spec for spec in state.specs.values() for p in spec.parameters}
+    specs: dict[str, list[Spec]] = {}
+    for spec in state.specs.values():
+        for owner in dict.fromkeys(spec.owners):
+            specs.setdefault(owner, []).append(spec)
     covers: dict[str, Cover] = {}
     for name, p in unique_parameters(state.model):
-        spec = specs.get(name)
-        if spec is None and p.requires_grad and state.only is not None:
+        of_parameter = specs.get(name, [])
+        reached = [spec for spec in of_parameter if spec.name in state.blocks]
+        first = next(iter([*reached, *of_parameter]), None)
+        if first is None and p.requires_grad and state.only is not None:
             covers[name] = Cover("left out", "")
-        elif spec is None:
+        elif first is None:
             covers[name] = Cover("frozen" if not p.requires_grad else "unused", "")
-        elif spec.name in state.blocks:
-            why = f" ({spec.why})" if spec.why else ""
-            covers[name] = Cover("covered", spec.layout, spec.approximation + why, len(spec.layers))
+        elif first.name in state.blocks:
+            why = f" ({first.why})" if first.why else ""
+            if len(of_parameter) > 1:
+                missing = len(of_parameter) - len(reached)
+                why = f" and {len(of_parameter) - 1} more" + (f", {missing} without data" if missing else "")
+            covers[name] = Cover("covered", first.layout, first.approximation + why, len(first.layers))
         else:
-            covers[name] = Cover("unused", spec.layout, "identity (no data)", len(spec.layers))
+            covers[name] = Cover("unused", first.layout, "identity (no data)", len(first.layers))
     return Coverage(covers)
 
 

@@ -25,7 +25,7 @@ from gramian.curvature.blocks.eigenvalue_correction import Basis, Correction
 from gramian.curvature.refresh.build_factors import settle_damping
 from gramian.curvature.refresh.shared_factorisation import SharedFactorisation
 from gramian.curvature.state import CurvatureState
-from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank
+from gramian.linalg import BlockDiagonal, Dense, Diagonal, DiagonalLowRank, Factor, LowRank
 from gramian.linalg.factors.columns import Columns
 from gramian.linalg.factors.stored import Stored
 from gramian.parallel.exchange import Exchange
@@ -41,6 +41,7 @@ COUNTERS = {
     "_last_refresh": "last_refresh",
     "dropped": "dropped",
     "_softmax_checked": "softmax_checked",
+    "observed": "observed",
 }
 """{key in a saved state: attribute of `CurvatureState`}."""
 
@@ -119,6 +120,8 @@ def _factor_entry(factor: Factor, gather: bool) -> dict[str, Any]:
     dim = {} if gather else {"dim": factor.dim}
     if isinstance(factor, Diagonal):
         return {"kind": "diagonal", "values": factor.values_N, **dim}
+    if isinstance(factor, BlockDiagonal):
+        return {"kind": "block_diagonal", "values": factor.blocks_RWW, **dim}
     if isinstance(factor, Dense):
         return {"kind": "dense", **_stored_entry(factor.stored), **dim}
     assert isinstance(factor, LowRank | DiagonalLowRank)
@@ -195,7 +198,8 @@ def load(
         raise GramianError("state: has no schema; expected what state_dict() gave")
     if saved["schema"] != SCHEMA:
         raise GramianError(f"state: has schema {saved['schema']!r}; expected {SCHEMA}")
-    specs = find_blocks(root, state.options) if root is not None else dict(state.specs)
+    observed = _observed(saved.get("counters", {}))
+    specs = find_blocks(root, state.options, observed) if root is not None else dict(state.specs)
     known = root if root is not None else state.model
     device = _device(state, root)
     generator = torch.Generator()
@@ -215,7 +219,7 @@ def load(
     missing = [
         name
         for name, spec in specs.items()
-        if name not in blocks and name in state.blocks and not frozen_before.issuperset(spec.parameters)
+        if name not in blocks and name in state.blocks and not frozen_before.issuperset(spec.owners)
     ]
     if missing and blocks:  # a state from before the first refresh has none
         raise GramianError(f"{missing[0]}: has factors here, but not in the state; expected the same model")
@@ -232,7 +236,12 @@ def _counters(saved: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("steps", "refreshes"):
         if not isinstance(saved[name], int) or saved[name] < 0:
             raise GramianError(f"state: {name} is {saved[name]!r}; expected an integer of at least 0")
-    return {key: copy.deepcopy(saved[key]) for key in COUNTERS}
+    return {key: copy.deepcopy(saved[key]) for key in COUNTERS if key != "observed"} | {"observed": _observed(saved)}
+
+
+def _observed(saved: Mapping[str, Any]) -> dict[str, str]:
+    """What a saved state has seen of assumed matrices; nothing in one from before there were any."""
+    return dict(saved.get("observed", {}))
 
 
 def _device(state: CurvatureState, root: nn.Module | None) -> torch.device | None:
@@ -261,11 +270,11 @@ def _blocks(
         sides = {side: factors[number] for side, number in layer["sides"].items()}
         parts["dtype"] = getattr(torch, parts["dtype"])
         parts["device"] = sides["G"].device
-        for key in ("parameters", "layers", "tables"):
-            parts[key] = tuple(parts[key])
+        for key in ("parameters", "layers", "tables", "keys"):
+            parts[key] = tuple(parts.get(key, ()))
         parts["shapes"] = tuple(tuple(shape) for shape in parts["shapes"])
         spec = Spec(**parts)
-        if specs and name not in specs and not frozen.issuperset(spec.parameters):
+        if specs and name not in specs and not frozen.issuperset(spec.owners):
             raise GramianError(f"{name}: is in the state, but no trainable layer of the model; expected the same model")
         if name in specs:
             check_spec(spec, specs[name])
@@ -288,6 +297,8 @@ def _factor(number: str, parts: Mapping[str, Any], device: torch.device | None, 
     kind = parts.get("kind")
     if kind == "diagonal":
         return Diagonal(tensors["values"])
+    if kind == "block_diagonal":
+        return BlockDiagonal(tensors["values"])
     rounded = bool(parts["error"] != 0)
     stored = Stored(tensors["body"], tensors.get("left"), tensors.get("right"), tensors["error"], rounded=rounded)
     if kind == "dense":
@@ -302,7 +313,9 @@ def _factor(number: str, parts: Mapping[str, Any], device: torch.device | None, 
         return LowRank(columns)
     if kind == "diagonal_low_rank":
         return DiagonalLowRank(tensors["values"], columns, int(parts["sign"]))
-    raise GramianError(f"state: factor {number} is of kind {kind!r}; expected dense, low_rank or diagonal")
+    raise GramianError(
+        f"state: factor {number} is of kind {kind!r}; expected dense, low_rank, diagonal or block_diagonal"
+    )
 
 
 def _load_corrections(blocks: Mapping[str, Block], saved: Mapping[str, Any], device: torch.device | None) -> None:

@@ -22,7 +22,7 @@ from gramian.curvature.blocks.block_specs import Spec
 from gramian.curvature.blocks.damping import resolve
 from gramian.curvature.options import Options
 from gramian.curvature.refresh.join_sums import BlockTotals, Join, JoinedTotal
-from gramian.linalg import WIDEST_DENSE, Dense, Diagonal, DiagonalLowRank, Factor, LowRank
+from gramian.linalg import WIDEST_DENSE, BlockDiagonal, Dense, Diagonal, DiagonalLowRank, Factor, LowRank
 from gramian.linalg.factors.eigendecomposition import free_bytes
 from gramian.linalg.factors.factor import fetch_traces
 from gramian.linalg.factors.merging import merge
@@ -110,7 +110,11 @@ class Builder:
         facts = Facts(self.samples, self.samples, self.terms, reason_G=reason, estimate=self.estimate)
         facts.local_tokens, facts.reduction_G = self.local_samples, self.reduction
         mean = total / self.terms
-        factor: Factor = Dense.of(mean, dtype) if spec.kind == "block" else Diagonal(mean)
+        factor: Factor
+        if spec.kind == "diagonal":
+            factor = Diagonal(mean)
+        else:
+            factor = Dense.of(mean[0], dtype) if spec.rows == 1 else BlockDiagonal(mean)
         return Block(spec, None, place(factor), facts)
 
     def _input_factor(
@@ -273,7 +277,9 @@ def _refuse_not_finite(fresh: Mapping[str, Block], averaged: Mapping[str, Block]
     """
     factors: dict[str, list[Factor]] = {}
     for name, block in fresh.items():
-        whole = [factor for factor in block.factors.values() if not isinstance(factor, Dense | Diagonal)]
+        whole = [
+            factor for factor in block.factors.values() if not isinstance(factor, Dense | Diagonal | BlockDiagonal)
+        ]
         factors[name] = [*averaged[name].factors.values(), *whole]
     traces = fetch_traces([factor for several in factors.values() for factor in several])
     for name, several in factors.items():

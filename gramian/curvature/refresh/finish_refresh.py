@@ -52,6 +52,7 @@ def finish(state: CurvatureState, cap: KFACCapture) -> None:
         drop_refresh(state, agreed.problem or "no loss terms", lenient=True)
         return
     _note_padding(state, agreed.padded)
+    _observe(state, agreed.observed)
     state.coefficient_checked = True
     note_coefficient(state, reports, "every G is")
     reduction = "" if cap.exchange is None else "dense"
@@ -105,6 +106,7 @@ def gather_reports(
     `reached`: {block: number of samples} of a second pass, which has no sums of tokens; None: a refresh.
     A GramianError is raised if another process has left the capture with an error.
     """
+    statistic = cap.kronecker
     try:
         report = {
             "model": fingerprint(state.specs),
@@ -119,6 +121,7 @@ def gather_reports(
             "head": cap.kronecker.head,
             "padded": cap.kronecker.selection.padded,
             "coefficient": cap.kronecker.coefficient.seen,
+            "observed": statistic.observed if isinstance(statistic, KroneckerSums) else {},
             "reached": None if reached is None else dict(reached),
             "free": free_memory(next(iter(state.specs.values())).device),
             **sums_report(kronecker, remainder),
@@ -134,6 +137,23 @@ def gather_reports(
         drop_refresh(state, absent)
         raise GramianError(f"{absent}; expected every process to leave the capture without an error")
     return cap.exchange.gather_messages(report)
+
+
+def _observe(state: CurvatureState, observed: Mapping[str, str]) -> None:
+    """Take over what processes have seen of assumed matrices: `state.specs` have layouts as seen, and diagonals of the others.
+
+    A GramianError is raised for a matrix that has factors from earlier refreshes and has not been seen as one now.
+    """
+    new = {name: seen for name, seen in observed.items() if state.observed.get(name) != seen}
+    if not new:
+        return
+    for name, seen in new.items():
+        if name in state.observed:
+            drop_refresh(state, f"{name}: {seen}")
+            raise GramianError(f"{name}: {seen}; expected its layer to use it as at the first refresh")
+    state.observed = {**state.observed, **new}
+    if state.model is not None:
+        state.specs = state.checked_specs(state.model)
 
 
 def _note_counts(blocks: Iterable[Block], agreed: Agreed, corrected: bool) -> None:

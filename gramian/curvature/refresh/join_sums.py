@@ -128,7 +128,8 @@ class Join:
         for name, spec in specs.items():
             reported = [report[name] for report in self._remainder_reports if name in report]
             if reported:
-                shape = (spec.outputs,) if spec.kind == "diagonal" else (spec.outputs, spec.outputs)
+                each = spec.outputs // spec.rows
+                shape = (spec.outputs,) if spec.kind == "diagonal" else (spec.rows, each, each)
                 mine, dtype = self._remainder.get(name), _widest(reported)
                 wanted[name] = torch.zeros(*shape, dtype=dtype, device=spec.device) if mine is None else mine.to(dtype)
         return _sum_together(wanted, self.exchange)

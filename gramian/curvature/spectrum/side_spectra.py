@@ -23,7 +23,7 @@ from torch import Tensor
 from gramian.core.errors import GramianError
 from gramian.curvature.spectrum import wide_side_spectra
 from gramian.curvature.spectrum.spectrum_products import Values
-from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank
+from gramian.linalg import BlockDiagonal, Dense, Diagonal, DiagonalLowRank, Factor, LowRank
 from gramian.linalg.factors import factor
 from gramian.linalg.factors.eigendecomposition import fits, free_bytes
 from gramian.parallel.exchange import Exchange
@@ -74,8 +74,8 @@ def sides_of(factors: Sequence[Factor], group: Exchange | None) -> dict[int, Sid
     found: dict[int, SideSpectrum] = {}
     decomposed: list[Dense | LowRank | DiagonalLowRank] = []
     for one in {id(one): one for one in factors}.values():
-        if isinstance(one, Diagonal):
-            found[id(one)] = SideSpectrum.of(Values.of(one.values_N), _rounding(one))
+        if isinstance(one, Diagonal | BlockDiagonal):
+            found[id(one)] = SideSpectrum.of(Values.of(one.spectrum), _rounding(one))
         elif not is_estimated(one):
             assert isinstance(one, Dense | LowRank | DiagonalLowRank)
             decomposed.append(one)

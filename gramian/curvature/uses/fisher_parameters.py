@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from gramian.core.errors import GramianError
 from gramian.curvature.apply.apply_factors import full_vector
 from gramian.curvature.blocks.block import Block
+from gramian.curvature.blocks.block_specs import Spec
 from gramian.curvature.blocks.consistency import check_vector, module_of, unique_parameters
+from gramian.curvature.blocks.parameter_parts import whole_shapes
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.linalg.wide import wide
 
@@ -24,8 +26,15 @@ def blocks_of(kfac: Any, argument: str = "kfac") -> dict[str, Block]:
 
 def fisher_parameters(kfac: Any) -> dict[str, tuple[int, ...]]:
     """{name: shape} of the parameters that have a Fisher block; a GramianError if `kfac` has no factors."""
-    specs = [block.spec for block in blocks_of(kfac).values()]
-    return {name: tuple(shape) for spec in specs for name, shape in zip(spec.parameters, spec.shapes, strict=True)}
+    return whole_shapes(parts_source(kfac))
+
+
+def parts_source(kfac: KFACNaturalGradient) -> list[Spec]:
+    """The specs of a Fisher's blocks, and of those parts of their parameters that no data has reached."""
+    specs = {name: block.spec for name, block in blocks_of(kfac).items()}
+    owners = {name for spec in specs.values() for name in spec.owners}
+    beside = {name: spec for name, spec in kfac.state.specs.items() if not owners.isdisjoint(spec.owners)}
+    return [*(beside | specs).values()]
 
 
 def parameters_of(model: Any, wanted: Mapping[str, Sequence[int]] | None = None) -> dict[str, nn.Parameter]:
@@ -63,9 +72,9 @@ def completed_gradient(kfac: Any, what: str, gradient: Any) -> dict[str, Tensor]
     bad = next((name for name, value in found.items() if bool(full_vector((~value.isfinite()).sum()))), None)
     if bad is not None:
         raise GramianError(f"{what}: {bad} holds NaN or infinity; expected a finite gradient")
+    shapes = fisher_parameters(kfac)
     for block in blocks.values():
-        there = [found[name] for name in block.spec.parameters if name in found]
-        if there:
-            for name, shape in zip(block.spec.parameters, block.spec.shapes, strict=True):
-                found.setdefault(name, there[0].new_zeros(shape))
+        there = [found[name] for name in block.spec.owners if name in found]
+        for name in block.spec.owners if there else ():
+            found.setdefault(name, there[0].new_zeros(shapes[name]))
     return found

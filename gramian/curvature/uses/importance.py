@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.consistency import module_of
+from gramian.curvature.blocks.parameter_parts import ParameterParts
 from gramian.curvature.estimate.fisher_labels import LabelArguments, question_of, run_pass
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.options import check_seed
-from gramian.curvature.uses.fisher_parameters import blocks_of
+from gramian.curvature.uses.fisher_parameters import blocks_of, parts_source
 from gramian.statistics import DiagonalFisherEstimate, RowTraces, TokenTraces
 from gramian.taps import Capture
 from gramian.taps.hub import hub_of
@@ -48,7 +49,7 @@ def parameter_importance(source: KFACNaturalGradient | DiagonalFisherEstimate) -
     with torch.no_grad():
         for block in blocks_of(source, "source").values():
             found.update(_diagonal(block))
-    return found
+    return ParameterParts.of(parts_source(source)).join(found)
 
 
 def _diagonal(block: Block) -> dict[str, Tensor]:

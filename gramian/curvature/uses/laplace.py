@@ -20,8 +20,9 @@ from gramian.core.errors import GramianError
 from gramian.curvature.apply.apply_factors import full_vector
 from gramian.curvature.blocks.consistency import check_number, check_vector
 from gramian.curvature.blocks.damping import Damping
+from gramian.curvature.blocks.parameter_parts import ParameterParts
 from gramian.curvature.kfac import KFACNaturalGradient
-from gramian.curvature.uses.fisher_parameters import blocks_of, fisher_parameters, parameters_of
+from gramian.curvature.uses.fisher_parameters import blocks_of, fisher_parameters, parameters_of, parts_source
 from gramian.linalg.wide import exact_float32, wide
 
 
@@ -117,12 +118,16 @@ class Laplace:
             raise GramianError(f"vector: lacks {missing}; expected every parameter that has curvature")
         value = self.prior_precision / self.n
         damping, found = Damping("joint", value, value, 1.0, None), {}
+        parts = ParameterParts.of(parts_source(self.kfac))
+        each = parts.split({name: wide(vector[name].detach()) for name in self.mean})
         with torch.no_grad(), exact_float32():
             for block in blocks_of(self.kfac).values():
-                y_OM = block.spec.matrix({name: wide(vector[name].detach()) for name in block.spec.parameters})
+                y_OM = block.spec.matrix(each)
                 y_OM = y_OM.to(torch.promote_types(y_OM.dtype, block.G.dtype))
                 out_OM = block.power(y_OM, -0.5, damping, self.kfac.options.kfac_eps) / self.n**0.5
                 found.update(block.spec.tensors(out_OM))
+        prior = value**-0.5 / self.n**0.5  # of parts that no data has reached
+        found = parts.join({name: found.get(name, t * prior) for name, t in each.items()})
         return {name: found[name].to(wide(vector[name])) for name in self.mean}
 
     def log_marginal(self, log_likelihood: float, prior_mean: Mapping[str, Tensor] | None = None) -> LogMarginal:

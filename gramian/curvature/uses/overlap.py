@@ -13,11 +13,12 @@ from gramian.core.errors import GramianError
 from gramian.curvature.apply.apply_factors import inner
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.eigenvalue_correction import Basis, Correction
+from gramian.curvature.blocks.parameter_parts import ParameterParts
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.options import check_count
 from gramian.curvature.spectrum.wide_side_spectra import WideSide
-from gramian.curvature.uses.fisher_parameters import blocks_of, completed_gradient
-from gramian.linalg import WIDEST_DENSE, Dense, Diagonal, DiagonalLowRank, Factor, LowRank, Spectral
+from gramian.curvature.uses.fisher_parameters import blocks_of, completed_gradient, parts_source
+from gramian.linalg import WIDEST_DENSE, BlockDiagonal, Dense, Diagonal, DiagonalLowRank, Factor, LowRank, Spectral
 from gramian.linalg.factors.columns import Columns
 from gramian.linalg.factors.stored import LoadedMatrix
 from gramian.linalg.spectra.lanczos import lanczos
@@ -117,6 +118,8 @@ def gradient_conflict(
     """
     gradients = [completed_gradient(kfac, "left", left), completed_gradient(kfac, "right", right)]
     natural = [kfac.compute_natural_gradient(model, gradients=gradient) for gradient in gradients]
+    parts = ParameterParts.of(parts_source(kfac))
+    gradients, natural = [parts.split(g) for g in gradients], [parts.split(x) for x in natural]
     products, unshared = {}, []
     for name, block in blocks_of(kfac).items():
         g, h = ({p: t for p, t in gradient.items() if p in block.spec.parameters} for gradient in gradients)
@@ -185,6 +188,9 @@ def product_trace(one: Factor, other: Factor) -> float:
     """tr(M₁M₂) of the matrices of two factors of any representation, in float64. Collective for sharded rows."""
     if isinstance(one, Diagonal):
         return float(one.values_N.double() @ _diagonal(other).to(one.device))
+    if isinstance(one, BlockDiagonal):
+        assert isinstance(other, BlockDiagonal)
+        return float((one.blocks_RWW.double() * other.blocks_RWW.to(one.device).double()).sum())
     if isinstance(one, LowRank):
         return _columns_trace(one.columns, other)
     if isinstance(one, DiagonalLowRank):

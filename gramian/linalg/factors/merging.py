@@ -7,6 +7,7 @@ formed as a dense matrix, unless it is too wide. Diagonals are added.
 import torch
 
 from gramian.core.errors import GramianError
+from gramian.linalg.factors.block_diagonal import BlockDiagonal
 from gramian.linalg.factors.dense import Dense
 from gramian.linalg.factors.diagonal import Diagonal
 from gramian.linalg.factors.diagonal_low_rank import DiagonalLowRank, within_diagonal
@@ -31,6 +32,9 @@ def merge(left: Factor, right: Factor, alpha: float, beta: float) -> Factor:
         )
     if isinstance(left, Diagonal):
         return _add_to_diagonal(left, right, alpha, beta)
+    if isinstance(left, BlockDiagonal):
+        assert isinstance(right, BlockDiagonal)
+        return BlockDiagonal(alpha * left.blocks_RWW + beta * right.blocks_RWW.to(left.blocks_RWW))
     assert isinstance(left, DiagonalLowRank)
     return _add_to_diagonal_low_rank(left, right, alpha, beta)
 

@@ -1,0 +1,83 @@
+"""Verify matrices that were assumed from shapes: whether a layer multiplies by them, which is seen in a backward.
+
+A parameter of a layer without a formula (`taps.sites.generic`) may be a matrix or not. Its products with inputs a and output
+gradients g by token are recorded; if Σ g aᵀ is not its gradient it has no factors, but its exact diagonal.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gramian.core.errors import GramianError
+from gramian.curvature.blocks.block_specs import Spec
+from gramian.linalg.wide import wide
+from gramian.taps.products.parts import owner, view
+from gramian.taps.records import LayerRecord
+from gramian.taps.sites.site import Sides
+
+ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+"""By the narrowest dtype of a layer: largest difference, relative to the gradient, that counts as rounding."""
+
+
+CANCELLED = 1e-2
+"""Share of the tokens' gradients that rounding is measured by where these cancel in the sum."""
+
+
+def turned(spec: Spec, layout: str) -> Spec:
+    """The block of an assumed matrix that is stored in the other layout, "out_in" or "in_out", than was assumed."""
+    inputs, outputs = spec.outputs + spec.has_bias, spec.inputs - spec.has_bias
+    return replace(spec, layout="in_out" if layout == "in_out" else "out_in", inputs=inputs, outputs=outputs)
+
+
+def checked(sides: Sides | str) -> Sides:
+    """`sides` of a form that was not assumed; a GramianError if they are a reason against it."""
+    if isinstance(sides, str):
+        raise GramianError(
+            f"its site has no factors for a matrix that it declares: {sides}; expected inputs and gradients"
+        )
+    return sides
+
+
+class Totals:
+    """The gradients of a layer's parameters in one call, with which recorded products are compared."""
+
+    def __init__(self, record: LayerRecord) -> None:
+        """Reference the record; nothing is computed."""
+        self._record = record
+        self._totals: dict[str, Tensor] = {}
+
+    def other_than(self, spec: Spec, sides: Sides) -> str:
+        """Why Σ g aᵀ over tokens, or Σ g for a bias, is not the gradient of a block's parameters; "" if it is."""
+        g_BTO = wide(sides.gradients_BTO)
+        if sides.counted_BT is not None:
+            g_BTO = g_BTO.masked_fill(~sides.counted_BT[..., None], 0.0)
+        g_TO = g_BTO.flatten(0, 1)
+        if self._record.layer in spec.tables:
+            rows, width = (spec.inputs, spec.outputs) if spec.layout == "table" else (spec.outputs, spec.inputs)
+            y = g_TO.new_zeros(rows, width).index_add_(0, sides.inputs_BT.flatten(), g_TO)
+        else:
+            y = g_TO.mT @ wide(sides.inputs_BT).flatten(0, 1).to(g_TO)
+            y = y.mT if spec.layout == "in_out" else y
+        both = (y, g_TO.sum(0)) if spec.has_bias else (y,)
+        same = all(self._same(name, found) for name, found in zip(spec.parameters, both, strict=True))
+        return "" if same else "the products of its layer with it do not sum to its gradient"
+
+    def any(self, parameter: str) -> bool:
+        """True if the gradient of a parameter is not zero."""
+        return bool(self._total(parameter).any())
+
+    def _total(self, parameter: str) -> Tensor:
+        if parameter not in self._totals:
+            self._totals[parameter] = wide(self._record.gradients[parameter].total())
+        return self._totals[parameter]
+
+    def _same(self, name: str, found: Tensor) -> bool:
+        """True if `found` is the gradient of a parameter, or of the part of this name, up to rounding."""
+        gradient = self._record.gradients.get(owner(name))
+        if gradient is None:
+            return False
+        want = view(self._total(owner(name)), name).reshape(found.shape).to(found)
+        size = torch.linalg.vector_norm(want) + CANCELLED * gradient.magnitude()
+        near = torch.linalg.vector_norm(found - want) <= ROUNDING[gradient.dtype] * size
+        return bool(near | ~size.isfinite())
