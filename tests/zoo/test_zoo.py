@@ -8,10 +8,9 @@ import transformers
 
 from tests.kit.matrix import FULL, sample
 from tests.zoo import models_page
-from tests.zoo.__main__ import MATRIX
-from tests.zoo.columns import COLUMNS, cell
-from tests.zoo.tiny_configs import model_types
-from tests.zoo.zoo_models import example, in_double
+from tests.zoo.__main__ import MATRIX, in_turns, merge
+from tests.zoo.columns import COLUMNS, Study
+from tests.zoo.zoo_models import example, in_double, names
 
 ROWS: dict[str, dict[str, Any]] = json.loads(MATRIX.read_text())["rows"]
 CELLS = [
@@ -20,14 +19,14 @@ CELLS = [
     for column, (outcome, _) in row.get("cells", {}).items()
     if column in COLUMNS and outcome != "late"
 ]
-QUICK = [one for one in CELLS if ROWS[one[1]]["parameters"] < 20_000]
-"""Of which `make test` takes its sample."""
+QUICK = [one for one in CELLS if ROWS[one[1]]["parameters"] < (20_000 if one[0] in ("norms", "private sum") else 2_000)]
+"""Of which `make test` takes its sample: compiling a layer takes a second, a model ten."""
 
 
 @pytest.mark.full  # it imports all of transformers
 def test_every_type_of_the_installed_transformers_has_a_row() -> None:
     assert json.loads(MATRIX.read_text())["transformers"] == transformers.__version__
-    assert set(ROWS) == set(model_types())
+    assert set(ROWS) == set(names())
 
 
 def test_nothing_is_wrong_and_nothing_crashes() -> None:
@@ -38,8 +37,20 @@ def test_the_page_is_the_matrix() -> None:
     assert models_page.PAGE.read_text() == models_page.text(json.loads(MATRIX.read_text()))
 
 
+def test_a_merge_replaces_the_cells_of_the_columns_that_ran_and_a_row_that_now_runs() -> None:
+    rows: dict[str, Any] = {"a": {"cells": {"norms": ["late", ""], "bf16": ["exact", ""]}}, "b": {"cannot": "x"}}
+    merge(rows, {"a": {"size": 1, "cells": {"norms": ["exact", ""]}}, "b": {"cells": {"norms": ["exact", ""]}}})
+    assert rows["a"] == {"size": 1, "cells": {"norms": ["exact", ""], "bf16": ["exact", ""]}}
+    assert rows["b"] == {"cells": {"norms": ["exact", ""]}}
+
+
+def test_the_first_rows_of_a_run_are_of_every_kind() -> None:
+    rows = ["bert", "albert", "gpt2", "llama", "nn.Linear", "nn.LSTM", "net.ViT"]
+    assert set(in_turns(rows)[:5]) == {"bert", "gpt2", "llama", "nn.Linear", "net.ViT"}
+
+
 @pytest.mark.parametrize(("column", "name", "outcome"), CELLS if FULL else sample(QUICK, 4))
 def test_a_cell_of_the_matrix(column: str, name: str, outcome: str) -> None:
     row = ROWS[name]
     with in_double():
-        assert cell(column, example(name, row["size"], row["inputs"])).outcome == outcome
+        assert Study(example(name, row["size"], row["inputs"])).cell(column).outcome == outcome

@@ -1,20 +1,21 @@
-"""A tiny model of a type with a batch that it takes: in float64, with weights and a loss of their own."""
+"""A tiny model of a row with a batch that it takes: in float64, with weights and a loss of their own."""
 
 import contextlib
 import importlib
 import inspect
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
-from tests.zoo.example_batches import Batch, batches, numbers
-from tests.zoo.tiny_configs import SIZES, model_class, tiny_config
+from tests.zoo import conv_nets, token_nets
+from tests.zoo.example_batches import B, Batch, batches, numbers
+from tests.zoo.tiny_configs import SIZES, Size, model_class, model_types, tiny_config
+from tests.zoo.torch_layers import layer_batches, layers
 
 MOST_PARAMETERS = 20_000_000
 OUTPUTS = (
@@ -34,9 +35,9 @@ class CannotRun(Exception):
 
 @dataclass
 class Example:
-    """A model in float64, its batch, and how both were found."""
+    """A model, in float64 as it is built, its batch, and how both were found."""
 
-    model: PreTrainedModel
+    model: nn.Module
     batch: Batch
     size: int
     inputs: str
@@ -57,8 +58,23 @@ class Example:
         return {name: value[start:stop] for name, value in self.batch.items()}
 
 
+def names() -> list[str]:
+    """The rows of all kinds: types of transformers, "net. …" and "nn. …"."""
+    return [*model_types(), *small_nets(), *layers()]
+
+
+def of_torch(name: str) -> bool:
+    """Whether a row is a net or a layer, rather than a type of transformers."""
+    return name.startswith(("net.", "nn."))
+
+
+def small_nets() -> dict[str, Callable[[], nn.Module]]:
+    """{name of the row: how the net is built}."""
+    return {f"net.{name}": make for name, make in (conv_nets.NETS | token_nets.NETS).items()}
+
+
 def example(name: str, size: int | None = None, inputs: str | None = None) -> Example:
-    """The smallest model of a type that runs, with its batch; `size` and `inputs` of an earlier search spare another one.
+    """The smallest model of a row that runs, with its batch; `size` and `inputs` of an earlier search spare another one.
 
     Call it, and use what it returns, inside `in_double`.
 
@@ -66,13 +82,14 @@ def example(name: str, size: int | None = None, inputs: str | None = None) -> Ex
         CannotRun: if none of the sizes runs with any of the batches.
     """
     why: list[str] = []
-    for number in range(len(SIZES)) if size is None else [size]:
+    sizes = [0] if of_torch(name) else range(len(SIZES))
+    for number in sizes if size is None else [size]:
         try:
             model = _build(name, number)
-        except Exception as error:  # whatever a constructor of transformers raises at this size
+        except Exception as error:  # whatever a constructor raises at this size
             why.append(f"{type(error).__name__}: {error}")
             continue
-        for found, batch in itertools.islice(batches(model), 40):
+        for found, batch in itertools.islice(_batches(name, model), 40):
             if inputs is not None and found != inputs:
                 continue
             one = Example(model, batch, number, found)
@@ -91,21 +108,30 @@ def example(name: str, size: int | None = None, inputs: str | None = None) -> Ex
     raise CannotRun(_first(why))
 
 
+def _batches(name: str, model: nn.Module) -> Iterator[tuple[str, Batch]]:
+    if name.startswith("nn."):
+        return layer_batches(model)
+    if name.startswith("net."):
+        return iter([("picture", {next(iter(inspect.signature(model.forward).parameters)): numbers(3, B, 3, 16, 16)})])
+    return batches(model)
+
+
 def first_output(outputs: Any, samples: int) -> Tensor:
     """The first output of a model that depends on its weights and has a row a sample."""
     named = dict(outputs.items()) if isinstance(outputs, dict) else {"": outputs}
-    for name in (*OUTPUTS, *(name for name in named if not name.startswith(("logits_per", "loss")))):
+    order = (*OUTPUTS, *(name for name in named if not name.startswith(("logits_per", "loss"))))
+    for axes, name in itertools.product((2, 1), order):  # a single axis may have as many rows by chance
         values = named.get(name)
         for value in values if isinstance(values, (tuple, list)) else [values]:
             differentiable = isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
-            if differentiable and value.dim() > 1 and len(value) == samples:
+            if differentiable and value.dim() >= axes and len(value) == samples:
                 return value
     raise ValueError(f"no output with {samples} rows")
 
 
 def smooth(output: Tensor) -> Tensor:
     """[B]: Σ_j w_j y_j + 0.05 y_j² of each row y, with fixed random w."""
-    rows = output.flatten(1).double()
+    rows = output.reshape(len(output), -1).double()
     return rows @ numbers(9, rows.shape[1]) + 0.05 * rows.square().sum(1)
 
 
@@ -121,26 +147,55 @@ class Double:
 
 
 @contextlib.contextmanager
-def in_double() -> Iterator[None]:
-    """Context manager in which modules of transformers have this `torch`, and tensors a `float` that does not round."""
-    rounded = Tensor.float
-    Tensor.float = Tensor.double  # type: ignore[method-assign]
+def in_double(on: bool = True) -> Iterator[None]:
+    """Context manager in which modules of transformers have this `torch`, and tensors a `float` that does not round.
+
+    Not `on`: those of everybody again, inside another one."""
+    before, others = Tensor.float, {module: module.torch for module in _of_transformers()}
+    Tensor.float = Tensor.double if on else _ROUNDED  # type: ignore[method-assign]
+    for module in others:
+        module.torch = Double() if on else torch
     try:
         yield
     finally:
-        Tensor.float = rounded  # type: ignore[method-assign]
+        Tensor.float = before  # type: ignore[method-assign]
         for module in _of_transformers():
-            if isinstance(module.torch, Double):
-                module.torch = torch
+            module.torch = others.get(module, torch)
+
+
+_ROUNDED = Tensor.float
 
 
 def _of_transformers() -> list[Any]:
-    return [m for name, m in list(sys.modules.items()) if name.startswith("transformers.") and hasattr(m, "torch")]
+    loaded = [module for name, module in list(sys.modules.items()) if name.startswith("transformers.")]
+    return [module for module in loaded if isinstance(vars(module).get("torch"), (Double, type(torch)))]
 
 
-def _build(name: str, size: int) -> PreTrainedModel:
+def _build(name: str, size: int) -> nn.Module:
+    torch.manual_seed(0)
+    model = _of_torch(name).double() if of_torch(name) else _of_type(name, SIZES[size])
+    if sum(p.numel() for p in model.parameters()) > MOST_PARAMETERS:
+        raise ValueError("too many parameters")
+    with torch.no_grad():  # no weight is zero or one as layers initialise it
+        for seed, parameter in enumerate(model.parameters()):
+            parameter.add_(0.02 * numbers(seed, *parameter.shape))
+    return model
+
+
+def _of_torch(name: str) -> nn.Module:
+    if name in (nets := small_nets()):
+        return nets[name]()
+    kind, arguments = layers()[name]
+    model = kind(**arguments)
+    for _, batch in layer_batches(model) if "Lazy" in name else ():
+        with contextlib.suppress(RuntimeError, ValueError):  # of another shape than this layer takes
+            model.double()(**batch)
+    return model
+
+
+def _of_type(name: str, size: Size) -> nn.Module:
     kind = model_class(name)
-    config = tiny_config(name, SIZES[size])
+    config = tiny_config(name, size)
     importlib.import_module(kind.__module__)
     for module in _of_transformers():
         module.torch = Double()
@@ -152,13 +207,7 @@ def _build(name: str, size: int) -> PreTrainedModel:
     if count > MOST_PARAMETERS:
         raise ValueError(f"{count:,} parameters")
     torch.manual_seed(0)
-    model = kind(tiny_config(name, SIZES[size])).double().train()
-    if sum(p.numel() for p in model.parameters()) > MOST_PARAMETERS:
-        raise ValueError("too many parameters")
-    with torch.no_grad():  # no weight is zero or one as layers initialise it
-        for seed, parameter in enumerate(model.parameters()):
-            parameter.add_(0.02 * numbers(seed, *parameter.shape))
-    return model
+    return kind(tiny_config(name, size)).double().train()
 
 
 def _first(why: list[str]) -> str:
