@@ -42,6 +42,7 @@ class Positions(nn.Module):
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     """Mean over samples of the mean over tokens."""
     logits = model(x)
+    logits = getattr(logits, "logits", logits)  # of a model of transformers
     return F.cross_entropy(logits.flatten(0, 1), x.flatten())
 
 

@@ -6,7 +6,7 @@ the CPU with Triton's interpreter.
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
-import contextlib
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -14,11 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gramian.kernels.launch import on_device
 from gramian.kernels.normal_tail import TAIL_WORDS
 
 BLOCK = 128
 """Number of ChaCha20 blocks per Triton program, one per thread."""
 
+_KINDS = {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _TAIL = tl.constexpr(TAIL_WORDS)
 _TAIL_NONCE = tl.constexpr(-(2**31))
 """The highest bit of the nonce's last 32-bit word, as a signed integer: it adds 2⁹⁵ to the nonce."""
@@ -92,10 +94,10 @@ def _stack(a, b, c, d, e, f, g, h):
 
 
 @triton.jit
-def _pairs(first_block, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2, BLOCK: tl.constexpr):
-    """The words of this program's ChaCha20 blocks as 8 pairs per block: first words and second words, each [BLOCK, 8]."""
-    lane_B = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.uint32)
-    counter_B = _add(lane_B, first_block.to(tl.uint32, bitcast=True))
+def _pairs(chunk, first_block, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2, BLOCK: tl.constexpr):
+    """The words of chunk number `chunk` of BLOCK ChaCha20 blocks as 8 pairs per block: first and second words, [BLOCK, 8]."""
+    lane_B = (chunk * BLOCK + tl.arange(0, BLOCK)).to(tl.uint32)
+    counter_B = _add(lane_B, first_block.to(tl.uint32))
     x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15 = _block(
         counter_B, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2
     )
@@ -103,9 +105,9 @@ def _pairs(first_block, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2, BLOCK: tl.co
 
 
 @triton.jit
-def _places(skip, BLOCK: tl.constexpr):
-    """Index in the output of each of this program's words, [BLOCK, 16]; negative for the first `skip` words, not requested."""
-    lane_B = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def _places(chunk, skip, BLOCK: tl.constexpr):
+    """Index in the output of each of a chunk's words, [BLOCK, 16]; negative for the first `skip` words, not requested."""
+    lane_B = chunk.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return lane_B[:, None] * 16 + tl.arange(0, 16)[None, :] - skip
 
 
@@ -126,36 +128,40 @@ def _radius(high, low):
 
 @triton.jit(do_not_specialize=["first_block", "skip", "count", *(f"k{i}" for i in range(8)), "n0", "n1", "n2"])
 def _words_kernel(out, first_block, skip, count, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2, BLOCK: tl.constexpr):
-    even, odd = _pairs(first_block, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2, BLOCK)
+    chunk, first_block = tl.program_id(0), first_block.to(tl.uint32, bitcast=True)
+    even, odd = _pairs(chunk, first_block, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2, BLOCK)
     words = tl.reshape(tl.join(even, odd), [BLOCK, 16]).to(tl.int32, bitcast=True)
-    place = _places(skip, BLOCK)
+    place = _places(chunk, skip, BLOCK)
     tl.store(out + place, words, mask=(place >= 0) & (place < count))
 
 
-@triton.jit(
-    do_not_specialize=["factor", "first_block", "skip", "count", *(f"k{i}" for i in range(8)), "n0", "n1", "n2"]
-)
+@triton.jit(do_not_specialize=["tensors", *(f"k{i}" for i in range(8)), "n0", "n1", "n2"])
 def _add_normals_kernel(
-    tensor, std, factor, first_block, skip, count, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2,
-    WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    addresses, sizes, owners, chunks, scales, tensors, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    even, odd = _pairs(first_block, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2, BLOCK)
+    """Program p adds normals to chunk chunks[p] of tensor owners[p]; `sizes` are (first block, skip, count) of each tensor."""
+    owner, chunk = tl.load(owners + tl.program_id(0)), tl.load(chunks + tl.program_id(0))
+    first_block, skip = tl.load(sizes + owner), tl.load(sizes + tensors + owner)
+    even, odd = _pairs(chunk, first_block, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2, BLOCK)
     low = tl.zeros_like(even)
     # One program in 64 takes its blocks of the other nonce as well, for the further bits.
     if tl.max((even < _TAIL).to(tl.int32)) > 0:
-        low, _ = _pairs(first_block, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2 ^ _TAIL_NONCE, BLOCK)
+        low, _ = _pairs(chunk, first_block, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2 ^ _TAIL_NONCE, BLOCK)
     radius = _radius(even, low)
     # As a signed number the word is an angle in [-π, π), where float32 is finest around 0.
     angle = odd.to(tl.int32, bitcast=True).to(tl.float32) * 1.4629180792671596e-09  # π / 2³¹
     noise = tl.reshape(tl.join(radius * tl.cos(angle), radius * tl.sin(angle)), [BLOCK, 16])
-    place = _places(skip, BLOCK)
-    mask = (place >= 0) & (place < count)
-    before = tl.load(tensor + place, mask=mask, other=0.0)
+    place = _places(chunk, skip, BLOCK)
+    mask = (place >= 0) & (place < tl.load(sizes + 2 * tensors + owner))
+    source = tl.load(addresses + owner).to(tl.pointer_type(SOURCE))
+    target = tl.load(addresses + tensors + owner).to(tl.pointer_type(TARGET))
+    before = tl.load(source + place, mask=mask, other=0.0)
     if WIDE:
-        after = (before.to(tl.float64) + tl.load(std).to(tl.float64) * noise.to(tl.float64)) * factor
+        after = (before.to(tl.float64) + tl.load(scales) * noise.to(tl.float64)) * tl.load(scales + 1)
     else:
-        after = (before.to(tl.float32) + tl.load(std).to(tl.float32) * noise) * factor
-    tl.store(tensor + place, after.to(before.dtype), mask=mask)
+        after = (before.to(tl.float32) + tl.load(scales).to(tl.float32) * noise) * tl.load(scales + 1).to(tl.float32)
+    tl.store(target + place, after.to(TARGET), mask=mask)
 
 
 def write_words(out: Tensor, key: Sequence[int], nonce: Sequence[int], start: int) -> None:
@@ -163,27 +169,46 @@ def write_words(out: Tensor, key: Sequence[int], nonce: Sequence[int], start: in
 
     `key` and `nonce` are 8 and 3 signed 32-bit integers.
     """
-    _launch(_words_kernel, (out,), out.numel(), key, nonce, start, {}, out.device)
+    first, skip = divmod(start, 16)
+    chunks = triton.cdiv(skip + out.numel(), 16 * BLOCK)
+    first -= (first >= 2**31) * 2**32
+    with on_device(out):
+        _words_kernel[(chunks,)](out, first, skip, out.numel(), *key, *nonce, BLOCK=BLOCK, num_warps=4)
 
 
 def add_normals(
-    tensor: Tensor, std: Tensor, key: Sequence[int], nonce: Sequence[int], start: int, factor: float = 1.0
+    sources: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    scales: Tensor,
+    key: Sequence[int],
+    nonce: Sequence[int],
+    starts: Sequence[int],
 ) -> None:
-    """tensor = (tensor + std · normals) · factor in place, with the normals from number `start` on of (key, nonce).
+    """targets[i] = (sources[i] + std · normals) · factor, with the normals from number starts[i] on; one launch for all.
 
-    `std` is a 0-dim tensor on the same device; `key` and `nonce` are 8 and 3 signed 32-bit integers.
+    Sources have one dtype and targets one, all are contiguous on one device, and a target may be its source. `scales`: (std,
+    factor), float64 [2] there. `key` and `nonce` are 8 and 3 signed 32-bit integers.
     """
-    wide = {"WIDE": tensor.dtype == torch.float64}
-    _launch(_add_normals_kernel, (tensor, std, float(factor)), tensor.numel(), key, nonce, start, wide, tensor.device)
+    device = targets[0].device
+    sizes, owners, chunks = _layout(tuple(t.numel() for t in targets), tuple(starts), device)
+    if not len(owners):
+        return
+    addresses = torch.tensor([t.data_ptr() for t in (*sources, *targets)], pin_memory=device.type == "cuda")
+    kinds = {"SOURCE": _KINDS[sources[0].dtype], "TARGET": _KINDS[targets[0].dtype]}
+    wide = sources[0].dtype == torch.float64
+    with on_device(targets[0]):
+        _add_normals_kernel[(len(owners),)](
+            addresses.to(device, non_blocking=True), sizes, owners, chunks, scales, len(targets), *key, *nonce,
+            **kinds, WIDE=wide, BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
 
 
-def _launch(kernel, tensors, count, key, nonce, start, meta, device):
-    """Run a kernel over the ChaCha20 blocks that contain the words [start, start + count) of the key stream."""
-    first, skip = start // 16, start % 16
-    blocks = -(-(skip + count) // 16)
-    first -= (first >= 2**31) * 2**32
-    here = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with here:
-        kernel[(triton.cdiv(blocks, BLOCK),)](
-            *tensors, first, skip, count, *key, *nonce, **meta, BLOCK=BLOCK, num_warps=4
-        )
+@functools.lru_cache(maxsize=64)
+def _layout(counts: tuple[int, ...], starts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Work of the programs: (first block, skipped words, words) [3, N] of N tensors; tensor and chunk of each program [P]."""
+    words, places = torch.tensor(counts, dtype=torch.int64), torch.tensor(starts, dtype=torch.int64)
+    skips = places % 16
+    chunks = torch.where(words > 0, -(-(skips + words) // (16 * BLOCK)), 0)
+    owners = torch.arange(len(counts)).repeat_interleave(chunks)
+    numbers = torch.arange(len(owners)) - (chunks.cumsum(0) - chunks)[owners]
+    return torch.stack([places // 16, skips, words]).to(device), owners.to(device), numbers.to(device)

@@ -17,6 +17,7 @@ GramianError.
 
 import math
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -79,56 +80,77 @@ def add_normals_(
 ) -> Tensor:
     """tensor = (tensor + std · normals) · factor, in place, with the normals number start … start + numel − 1 of (key, nonce).
 
-    The sum is computed in float32 (float64 on the CPU and for a float64 tensor) and rounded to the tensor's dtype once. On CUDA
-    one kernel reads and writes the tensor once (the factor of a float64 tensor takes a second pass), and the host never waits.
+    Arguments, cost and errors as of `add_normals_to`. Returns the tensor.
+    """
+    add_normals_to([tensor], [tensor], key, nonce, [start], std, factor)
+    return tensor
+
+
+def add_normals_to(
+    targets: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    key: bytes,
+    nonce: int,
+    starts: Sequence[int],
+    std: float | Tensor,
+    factor: float = 1.0,
+) -> None:
+    """targets[i] = (sources[i] + std · normals) · factor, with the normals from number starts[i] on of (key, nonce).
+
+    The sum is computed in float32 (float64 on the CPU and for float64 sources) and rounded to the target's dtype once. On CUDA
+    one launch for each pair of dtypes, whatever the number of tensors, reads and writes each once, and the host never waits.
 
     Args:
-        tensor: contiguous, of any shape, in one of `DTYPES`.
+        targets: contiguous tensors in any of `DTYPES`, all on one device.
+        sources: as many, each with as many elements as its target, which it may be.
         key: 32 bytes.
         nonce: below 2⁹⁵.
-        start: number of the normal that is added to the first element.
-        std: standard deviation, a number of at least 0, or a 0-dim tensor on the tensor's device or on the CPU.
-        factor: multiplies the sum.
-
-    Returns:
-        The tensor.
+        starts: for each target the number of the normal that is added to its first element.
+        std: standard deviation, a number of at least 0, or a 0-dim tensor on the targets' device or on the CPU.
+        factor: multiplies the sums.
 
     Raises:
         GramianError: for an argument outside these limits, or on CUDA without triton.
     """
-    _check(key, nonce, start, tensor.numel(), TAIL_NONCE)
-    if tensor.dtype not in DTYPES:
-        raise GramianError(f"tensor: dtype {tensor.dtype}; expected one of {', '.join(str(d) for d in DTYPES)}")
-    if not tensor.is_contiguous():
-        raise GramianError(f"tensor: strides {list(tensor.stride())}; expected a contiguous tensor")
-    if isinstance(std, Tensor) and (std.dim() or std.device not in (tensor.device, torch.device("cpu"))):
+    for tensor, start in zip(targets, starts, strict=True):
+        _check(key, nonce, start, tensor.numel(), TAIL_NONCE)
+    for tensor in (*targets, *sources):
+        if tensor.dtype not in DTYPES:
+            raise GramianError(f"tensor: dtype {tensor.dtype}; expected one of {', '.join(str(d) for d in DTYPES)}")
+        if not tensor.is_contiguous():
+            raise GramianError(f"tensor: strides {list(tensor.stride())}; expected a contiguous tensor")
+    device = targets[0].device
+    if isinstance(std, Tensor) and (std.dim() or std.device not in (device, torch.device("cpu"))):
         raise GramianError(
-            f"std: shape {list(std.shape)} on {std.device}; expected a number or a 0-dim tensor on {tensor.device}"
+            f"std: shape {list(std.shape)} on {std.device}; expected a number or a 0-dim tensor on {device}"
         )
     if not isinstance(std, Tensor) and not (math.isfinite(std) and std >= 0):
         raise GramianError(f"std: {std}; expected a finite number of at least 0")
-    if tensor.numel() == 0:
-        return tensor
-    if not isinstance(std, Tensor) and std == 0:
-        return tensor if factor == 1.0 else tensor.mul_(factor)
     with torch.no_grad():
-        if tensor.device.type == "cpu":
-            _add_on_host(tensor.view(-1), key, nonce, start, float(std), factor)
-        else:
-            if not isinstance(std, Tensor) or std.device != tensor.device:
-                std = torch.full((), float(std), dtype=torch.float64, device=tensor.device)
-            wide = tensor.dtype == torch.float64  # a scalar of a kernel is float32
-            _kernels(tensor.device).add_normals(tensor, std, *_arguments(key, nonce), start, 1.0 if wide else factor)
-            if wide and factor != 1.0:
-                tensor.mul_(factor)
-    return tensor
+        if device.type == "cpu":
+            for target, source, start in zip(targets, sources, starts, strict=True):
+                _add_on_host(target.view(-1), source.view(-1), key, nonce, start, float(std), factor)
+            return
+        scales = torch.tensor([0.0 if isinstance(std, Tensor) else std, factor], dtype=torch.float64, pin_memory=True)
+        scales = scales.to(device, non_blocking=True)
+        if isinstance(std, Tensor):
+            scales[0] = std
+        groups: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+        for i, (target, source) in enumerate(zip(targets, sources, strict=True)):
+            groups.setdefault((source.dtype, target.dtype), []).append(i)
+        kernels, arguments = _kernels(device), _arguments(key, nonce)
+        for group in groups.values():
+            some = ([tensors[i] for i in group] for tensors in (sources, targets))
+            kernels.add_normals(*some, scales, *arguments, [starts[i] for i in group])
 
 
-def _add_on_host(flat_N: Tensor, key: bytes, nonce: int, start: int, std: float, factor: float) -> None:
+def _add_on_host(
+    flat_N: Tensor, source_N: Tensor, key: bytes, nonce: int, start: int, std: float, factor: float
+) -> None:
     for at in range(0, flat_N.numel(), _CHUNK):
         part = flat_N[at : at + _CHUNK]
-        noise = _host_normals(key, nonce, start + at, part.numel())
-        part.copy_(noise.double().mul_(std).add_(part).mul_(factor))
+        noise = _host_normals(key, nonce, start + at, part.numel()) if std else part.new_zeros(part.shape)
+        part.copy_(noise.double().mul_(std).add_(source_N[at : at + _CHUNK]).mul_(factor))
 
 
 def _host_normals(key: bytes, nonce: int, start: int, count: int) -> Tensor:

@@ -136,6 +136,17 @@ def test_the_deviation_may_be_a_tensor_and_nothing_waits_for_the_device():
     assert np.abs(by_tensor.cpu().numpy() - 0.25 * plain_normals(0, 1000)).max() < 2e-6
 
 
+def test_many_tensors_in_one_launch_get_what_each_gets_alone_rounded_to_its_target():
+    counts, starts = (100_003, 0, 17, 4096), (9, 3, 2**36 - 17, 2**35 - 2)
+    for source_dtype in (torch.float32, torch.float64):
+        sources = [torch.linspace(-3, 3, count, device="cuda", dtype=source_dtype) for count in counts]
+        targets = [torch.empty(n, device="cuda", dtype=d) for n, d in zip(counts, chacha.DTYPES, strict=True)]
+        chacha.add_normals_to(targets, sources, KEY, NONCE, starts, 0.7, 0.25)
+        for target, source, start in zip(targets, sources, starts, strict=True):
+            alone = chacha.add_normals_(source.clone(), KEY, NONCE, start, 0.7, 0.25)
+            assert torch.equal(target, alone.to(target.dtype))
+
+
 def test_neighbours_in_memory_stay():
     buffer = torch.zeros(1000, device="cuda")
     chacha.add_normals_(buffer[17:983], KEY, NONCE, 5, 1.0)

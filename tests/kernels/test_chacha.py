@@ -62,6 +62,9 @@ assert not {"triton", "cryptography"} & (set(sys.modules) - before), "loaded on 
 from gramian.kernels import _triton_chacha
 key, nonce = bytes(range(255, 223, -1)), (7 << 64) + 2**63 + 5
 words = chacha._arguments(key, nonce)
+def add_normals(tensor, start, std):
+    scales = torch.tensor([std, 1.0], dtype=torch.float64)
+    _triton_chacha.add_normals([tensor], [tensor], scales, *words, [start])
 for start, count in [(0, 1), (15, 2100), (2**35 - 20, 50), (2**36 - 40, 40)]:
     out = torch.full((count + 2,), -1, dtype=torch.int32)
     _triton_chacha.write_words(out[1:-1], *words, start)
@@ -75,15 +78,26 @@ for start, count, dtype, tolerance in [
 ]:
     before = torch.linspace(-2, 2, count + 2).to(dtype)
     got = before.clone()
-    _triton_chacha.add_normals(got[1:-1], torch.tensor(0.5), *words, start)
+    add_normals(got[1:-1], start, 0.5)
     want = before[1:-1].double() + 0.5 * chacha.normals(key, nonce, start, count).double()
     assert (got[1:-1].double() - want).abs().max() <= tolerance, dtype
     assert got[0] == before[0] and got[-1] == before[-1], "wrote outside"
+# Many tensors in one launch, each from a place of its own, rounded to another dtype.
+counts, starts = [1, 0, 5000, 33, 2048], [7, 0, 2**36 - 5000, 16, 2**35 - 3]
+sources = [torch.linspace(-1, 1, count) for count in counts]
+targets = [torch.full((count + 2,), 9.0, dtype=torch.bfloat16) for count in counts]
+inner = [target[1:-1] for target in targets]
+scales = torch.tensor([0.5, 0.25], dtype=torch.float64)
+_triton_chacha.add_normals(sources, inner, scales, *words, starts)
+for source, target, start, count in zip(sources, targets, starts, counts):
+    want = (source.double() + 0.5 * chacha.normals(key, nonce, start, count).double()) * 0.25
+    assert ((target[1:-1].double() - want).abs() <= 2**-8).all(), start
+    assert target[0] == target[-1] == 9, "wrote outside"
 # The ends of the radius, a few parts in 2^20 from 0 and from 1, keep their relative accuracy.
 first = chacha.words(key, nonce, 0, 2**21).numpy()[::2]
 for pair in (first.argmin(), first.argmax()):
     got = torch.zeros(2)
-    _triton_chacha.add_normals(got, torch.tensor(1.0), *words, 2 * int(pair))
+    add_normals(got, 2 * int(pair), 1.0)
     want = chacha.normals(key, nonce, 2 * int(pair), 2)
     assert ((got - want) / want).abs().max() < 1e-5, (pair, got, want)
 # Pairs of the stream whose radius takes bits of the other nonce, and their neighbours.
@@ -91,7 +105,7 @@ tail = np.flatnonzero(first < normal_tail.TAIL_WORDS)
 assert len(tail) > 2
 for pair in tail[:3]:
     got = torch.zeros(40)
-    _triton_chacha.add_normals(got, torch.tensor(1.0), *words, 2 * int(pair) - 17)
+    add_normals(got, 2 * int(pair) - 17, 1.0)
     assert (got - chacha.normals(key, nonce, 2 * int(pair) - 17, 40)).abs().max() < 2e-6, pair
 # Radii of chosen words, in and out of the tail, against the logarithm of the exact ratio.
 import triton, triton.language as tl
@@ -240,6 +254,16 @@ def test_noise_is_added_in_place_and_rounded_once(dtype, as_tensor):
     assert chacha.add_normals_(tensor, KEY, 4, 5, std) is tensor
     want = before.double() + 0.3 * chacha.normals(KEY, 4, 5, 77).double().view(7, 11)
     assert torch.equal(tensor, want.to(dtype))
+
+
+def test_many_tensors_get_the_noise_of_each_in_the_dtype_of_its_target():
+    counts, starts = (77, 0, 5), (5, 9, 2**36 - 5)
+    sources = [torch.linspace(-3, 3, count) for count in counts]
+    targets = [torch.empty(count, dtype=dtype) for count, dtype in zip(counts, chacha.DTYPES[1:], strict=True)]
+    chacha.add_normals_to(targets, sources, KEY, 4, starts, 0.3, 0.5)
+    for target, source, start in zip(targets, sources, starts, strict=True):
+        want = (source.double() + 0.3 * chacha.normals(KEY, 4, start, len(source)).double()) * 0.5
+        assert torch.equal(target, want.to(target.dtype))
 
 
 def test_no_noise_and_no_elements_change_nothing():

@@ -78,6 +78,60 @@ class NoisePlan:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise GramianError("noise: holds a key, so copies and pickles are refused; expected engine.state_dict()")
 
+    def place(self, name: str, shape: Sequence[int], rows: tuple[int, int] | slice | None = None) -> int:
+        """Place in the key stream of the first element of a parameter's rows (start, stop) of dim 0; None: of all of it.
+
+        Raises:
+            GramianError: for an unknown name, a range outside the parameter, or a `shape` that is not that of these rows.
+        """
+        if name not in self.shapes:
+            raise GramianError(f"{name}: not in the noise plan; expected one of its {len(self.shapes)} parameters")
+        whole = self.shapes[name]
+        start, expected = 0, whole
+        if rows is not None:
+            start, stop = _range(name, whole, rows)
+            expected = (stop - start, *whole[1:])
+        if tuple(shape) != expected:
+            raise GramianError(f"{name}: gradient of shape {list(shape)}; expected {list(expected)}")
+        return self.offsets[name] + start * prod(whole[1:])
+
+    def add_noise_to(
+        self,
+        targets: Sequence[Tensor],
+        sums: Sequence[Tensor],
+        places: Sequence[int],
+        std: float | Tensor,
+        release: int,
+        factor: float = 1.0,
+    ) -> None:
+        """targets[i] = (sums[i] + std · noise of this release at places[i]) · factor, rounded once; on CUDA in one launch.
+
+        Args:
+            targets: contiguous tensors on one device.
+            sums: contiguous, with the shapes of the targets; a target may be its sum.
+            places: place of the first element of each, from `place`.
+            std: standard deviation of the noise, a number or a 0-dim tensor on the device.
+            release: number of the release (noised sum), from `ReleaseCounter.begin`, below 2⁶⁴.
+            factor: the sum of gradient and noise is multiplied by it before it is rounded.
+
+        Raises:
+            GramianError: for a release out of range.
+        """
+        if not 0 <= release < 2**64:
+            raise GramianError(f"release: {release}; expected a number in [0, 2^64)")
+        segments: dict[int, list[tuple[Tensor, Tensor, int]]] = {}  # by nonce
+        for target, total, place in zip(targets, sums, places, strict=True):
+            flat_N, total_N, done = target.detach().view(-1), total.detach().view(-1), 0
+            while done < flat_N.numel():
+                segment, start = divmod(place + done, chacha.WORDS_PER_NONCE)
+                count = min(flat_N.numel() - done, chacha.WORDS_PER_NONCE - start)
+                part = (flat_N[done : done + count], total_N[done : done + count], start)
+                segments.setdefault(segment, []).append(part)
+                done += count
+        for segment, parts in segments.items():
+            into, out_of, starts = zip(*parts, strict=True)
+            chacha.add_normals_to(into, out_of, self._key, release + (segment << 64), starts, std, factor)
+
     def add_noise_(
         self,
         grad_local: Tensor,
@@ -87,49 +141,15 @@ class NoisePlan:
         rows: tuple[int, int] | slice | None = None,
         factor: float = 1.0,
     ) -> Tensor:
-        """Add this release's noise to a parameter's gradient, or to the rows of it that this rank holds, in place.
+        """Add this release's noise to one parameter's gradient, or its `rows`, in place, and return it; see `add_noise_to`.
 
-        Cost: one pass over the local gradient; a gradient that is not contiguous is copied.
-
-        Args:
-            grad_local: [stop - start, ...], rows of dim 0; the complete gradient where `rows` is None.
-            name: name of the parameter.
-            std: standard deviation of the noise, a number or a 0-dim tensor on the gradient's device.
-            release: number of the release (noised sum), from `ReleaseCounter.begin`, below 2⁶⁴.
-            rows: (start, stop) or a slice in dim 0 of the complete parameter; None: all of it.
-            factor: the sum of gradient and noise is multiplied by it before it is rounded.
-
-        Returns:
-            `grad_local`.
-
-        Raises:
-            GramianError: for an unknown name, a release out of range, or another shape than the plan's.
+        A gradient that is not contiguous is copied.
         """
-        if name not in self.shapes:
-            raise GramianError(f"{name}: not in the noise plan; expected one of its {len(self.shapes)} parameters")
-        if not 0 <= release < 2**64:
-            raise GramianError(f"release: {release}; expected a number in [0, 2^64)")
-        shape = self.shapes[name]
-        start, expected = 0, shape
-        if rows is not None:
-            start, stop = _range(name, shape, rows)
-            expected = (stop - start, *shape[1:])
-        if tuple(grad_local.shape) != expected:
-            raise GramianError(f"{name}: gradient of shape {list(grad_local.shape)}; expected {list(expected)}")
-        flat_N = grad_local.detach().contiguous().view(-1)
-        self._add(flat_N, self.offsets[name] + start * prod(shape[1:]), std, release, factor)
+        place, total = self.place(name, grad_local.shape, rows), grad_local.detach().contiguous()
+        self.add_noise_to([total], [total], [place], std, release, factor)
         if not grad_local.is_contiguous():
-            grad_local.detach().copy_(flat_N.view(expected))
+            grad_local.detach().copy_(total)
         return grad_local
-
-    def _add(self, flat_N: Tensor, place: int, std: float | Tensor, release: int, factor: float) -> None:
-        """Add the noise of places [place, place + N) of the key stream to a flat tensor [N], one nonce after another."""
-        done = 0
-        while done < flat_N.numel():
-            segment, start = divmod(place + done, chacha.WORDS_PER_NONCE)
-            count = min(flat_N.numel() - done, chacha.WORDS_PER_NONCE - start)
-            chacha.add_normals_(flat_N[done : done + count], self._key, release + (segment << 64), start, std, factor)
-            done += count
 
     def __repr__(self) -> str:
         return f"NoisePlan({len(self.shapes)} parameters, {self.total} places)"
