@@ -28,6 +28,7 @@ COMMANDS = {
     "influence": ("influence", "which passages of its training text made a model say this"),
     "plan": ("plan", "whether a run fits into memory, and how it is spread over GPUs"),
     "verify": ("verify", "prove on this machine that the library computes what it promises"),
+    "audit": ("audit_privacy", "try to catch a private run, and sign or verify its receipt"),
     "profile": ("profile.profile", "measure what a feature costs in time and memory"),
 }
 """{command: (module below `gramian.cli`, line in the help)}. Only the module of the chosen command is imported. It defines

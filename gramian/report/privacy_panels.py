@@ -36,7 +36,7 @@ def privacy_panels(runs: Sequence[RunData], most: int) -> list[Panel]:
     found = [*([epsilon] if epsilon else [])]
     for run in private:
         found += _norm_panels(run, len(runs) > 1)
-    return [*found, _mechanism(private, len(runs) > 1)]
+    return [*found, _mechanism(private, len(runs) > 1), *_audit(private, len(runs) > 1)]
 
 
 def validity(run: RunData) -> str:
@@ -85,6 +85,50 @@ def _mechanism(private: Sequence[RunData], several: bool) -> Panel:
         rows += [{RUN: run.name, "what": what, "value": value} for what, value in shown.items() if value is not None]
     note = "Numbers listed as not covered are computed on private data without noise: do not publish them with ε."
     return Panel(SECTION, "What ε covers", PanelTable((*([RUN] if several else []), "what", "value"), rows), note=note)
+
+
+def _audit(private: Sequence[RunData], several: bool) -> list[Panel]:
+    """Table of what the audits of private runs found, and of their receipts; none without a receipt."""
+    rows, labelled = [], []
+    for run in private:
+        receipt = run.receipt or {}
+        audit = receipt.get("audit")
+        findings = audit.get("findings") if isinstance(audit, Mapping) else None
+        for name, finding in findings.items() if isinstance(findings, Mapping) else ():
+            if isinstance(finding, Mapping):
+                verdict = "ok" if finding.get("passed") is True else "FAILED"
+                label = f" ({finding['label']})" if finding.get("label") else ""
+                rows.append({RUN: run.name, "what": name, "result": verdict, "value": f"{finding.get('says')}{label}"})
+                labelled += [run.name] if label else []
+        ledger, weights = receipt.get("ledger"), receipt.get("weights")
+        signed = {
+            "releases in the ledger": ledger.get("releases") if isinstance(ledger, Mapping) else None,
+            "hash of the ledger": ledger.get("head") if isinstance(ledger, Mapping) else None,
+            "SHA-256 of the weights": weights.get("sha256") if isinstance(weights, Mapping) else None,
+            "ε for all of them": receipt.get("epsilon"),
+            "public key": receipt.get("public_key"),
+        }
+        rows += [
+            {RUN: run.name, "what": what, "result": "signed", "value": value}
+            for what, value in signed.items()
+            if isinstance(value, str | int | float)
+        ]
+    if not rows:
+        return []
+    note = (
+        "From receipt.json, whose signature gramian audit --verify checks, not this page. It proves the file unaltered, not "
+        "the run honest; passed checks do not prove privacy."
+    )
+    columns = (*([RUN] if several else []), "what", "result", "value")
+    return [
+        Panel(
+            SECTION,
+            "Audit and receipt",
+            PanelTable(columns, rows),
+            note=note,
+            not_covered=tuple(dict.fromkeys(labelled)),
+        )
+    ]
 
 
 # ---- per-sample norms ------------------------------------------------------------------------------------------------

@@ -37,6 +37,8 @@ class RunData:
     """Result of `gramian curvature`; None if the folder has none."""
     problems: tuple[str, ...]
     """One line of text for each file that could not be read as a whole, naming it."""
+    receipt: Mapping[str, Any] | None = None
+    """What `gramian audit` found and signed (receipt.json); None if the folder has none."""
 
     @property
     def is_private(self) -> bool:
@@ -106,6 +108,7 @@ def read_run(path: Path, name: str) -> RunData:
     if curvature is not None and not isinstance(curvature.get("kfac"), Mapping):
         problems.append(f"{path}: the result of gramian curvature has no section kfac; left out")
         curvature = None
+    receipt = _parsed(path / "receipt.json", _json_object, problems)
     return RunData(
         name,
         path,
@@ -115,6 +118,7 @@ def read_run(path: Path, name: str) -> RunData:
         _lines(path / "events.jsonl", "event", problems),
         curvature,
         tuple(problems),
+        receipt,
     )
 
 

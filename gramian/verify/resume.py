@@ -234,9 +234,9 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _timeless(facts: Any) -> Any:
-    """A copy of a checkpoint's facts without measured seconds, which differ between runs."""
+    """A copy of a checkpoint's facts without measured seconds and the random name of a private account."""
     if isinstance(facts, dict):
-        return {key: _timeless(value) for key, value in facts.items() if key != "seconds"}
+        return {key: _timeless(value) for key, value in facts.items() if key not in ("seconds", "account")}
     return [_timeless(value) for value in facts] if isinstance(facts, list) else facts
 
 

@@ -69,7 +69,7 @@ SLOW = {("run", "steps"), ("doctor", "overfit_steps"), ("doctor", "overfit_windo
 """Fields of which a large value is a long run and no mistake."""
 SLOW_OPTIONS = {
     "--tokens", "--windows", "--probes", "--steps", "--eigenvalues", "--iterations", "--seq-lengths", "--batch-size",
-    "--layers", "--width", "--vocabulary", "--length", "--batch", "--passages",
+    "--layers", "--width", "--vocabulary", "--releases", "--length", "--batch", "--passages",
 }  # fmt: skip
 TEXTS = (
     "", " ", "x", "ü…", "a b", "\t", "\x1b[31m", "0x", "None", "nan", "[", "a" * 5000, "日本", "'", '"', "a=b", "-1",
@@ -195,6 +195,12 @@ def _verify(draw: random.Random) -> Draft:
     return Draft("verify", None, [target], {"--verbose": []}, quick=False)
 
 
+def _audit(draw: random.Random) -> Draft:
+    return Draft(
+        "audit", _tables(draw, "private"), [CONFIG], {"--releases": ["3"], "--json": ["new.json"]}, quick=False
+    )
+
+
 DRAFTS: dict[str, Callable[[random.Random], Draft]] = {
     "demo": lambda draw: Draft("demo", None, [], {"--out": ["new/demo"], "--seed": ["3"]}, quick=False),
     "init": _init,
@@ -209,6 +215,7 @@ DRAFTS: dict[str, Callable[[random.Random], Draft]] = {
     "plan": _plan,
     "verify": _verify,
     "profile": _profile,
+    "audit": _audit,
 }
 WEIGHTS = {"train": 5, "plan": 4, "curvature": 2, "eval": 2, "profile": 2}
 

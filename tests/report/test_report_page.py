@@ -11,7 +11,9 @@ import pytest
 
 from gramian.cli import main
 from gramian.report import report_file, write_report
+from gramian.report.privacy_panels import privacy_panels
 from gramian.report.report_file import MOST_POINTS
+from gramian.report.run_data import read_run
 from tests.report import run_folders
 from tests.report.page_parts import Page, fields_of, marks_of
 from tests.report.run_folders import eval_line, step_line, write_run
@@ -289,3 +291,24 @@ def test_a_private_run_whose_draws_were_all_empty_has_a_page(tmp_path: Path) -> 
     lines = [step_line(step, step - 1, sample_norms=norms, not_covered_by_epsilon=["loss"]) for step in range(1, 4)]
     page = page_of(write_run(tmp_path / "run", lines, privacy={"noise_multiplier": 1.0}))
     assert "Loss" in page.titles and not any("norms" in title for title in page.titles)
+
+
+@pytest.mark.parametrize(
+    "receipt",
+    [
+        {
+            "audit": {"findings": {"noise": {"passed": True, "says": "as accounted"}}},
+            "public_key": "ab",
+            "epsilon": 1.5,
+        },
+        {"audit": {"findings": [1]}, "ledger": {"head": "cd", "releases": None}, "weights": "none"},
+        {"audit": {"findings": {"noise": 3}}, "epsilon": None, "ledger": []},
+    ],
+)
+def test_a_receipt_is_a_table_and_a_damaged_one_no_error(receipt: dict[str, Any], tmp_path: Path) -> None:
+    folder = run_folders.private(tmp_path / "run")
+    (folder / "receipt.json").write_text(json.dumps(receipt))
+    (panel, *_) = [*(p for p in privacy_panels([read_run(folder, "run")], 100) if p.title == "Audit and receipt"), None]
+    rows = [] if panel is None else [(row["what"], row["result"], row["value"]) for row in panel.table.rows]
+    wanted = [("noise", "ok", "as accounted"), ("ε for all of them", "signed", 1.5), ("public key", "signed", "ab")]
+    assert rows == (wanted if "public_key" in receipt else [("hash of the ledger", "signed", "cd")] if rows else [])

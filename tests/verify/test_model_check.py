@@ -166,12 +166,19 @@ def test_a_refusal_of_the_taps_is_a_finding() -> None:
 
 
 def test_what_is_only_a_diagonal_and_what_gets_no_gradient_are_named() -> None:
-    model = Own()
-    model.spare = nn.Linear(2, 2)
-    report = gramian.check(model, X, show=False)
-    assert report.ok and report.finding("diagonal only").text == "table"
+    class Gained(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head, self.gain = nn.Linear(5, 140), nn.Linear(140, 3), nn.Parameter(torch.ones(140))
+            self.spare = nn.Linear(7, 20)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.inner(x)) * self.gain)
+
+    report = gramian.check(Gained(), X, show=False)
+    assert report.ok and report.finding("diagonal only").text == "gain"
     assert report.finding("unused").text.endswith("spare.weight, spare.bias")
-    assert report.finding("K-FAC").text == "Fisher of the trained entries: 31 % Kronecker, 66 % diagonal, 3 % none"
+    assert report.finding("K-FAC").text == "Fisher of the trained entries: 81 % Kronecker, 9 % diagonal, 10 % none"
 
 
 class Dropping(nn.Module):

@@ -241,7 +241,7 @@ from gramian.privacy.clipping import sample_norms
 set_factors = sample_norms.set_factors
 def broken(work):
     found = set_factors(work)
-    work.factors_B = work.factors_B * 1.01 if rank == 1 else work.factors_B
+    work.factors = {0: work.factors[0] * 1.01 if rank == 1 else work.factors[0]}
     return found
 sample_norms.set_factors = broken
 """
@@ -351,7 +351,7 @@ def too_large(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def set_factors(work: Any) -> Any:
         found = function(work)
-        work.factors_B = work.factors_B * 1.001
+        work.factors = {group: factors_B * 1.001 for group, factors_B in work.factors.items()}
         return found
 
     return set_factors
