@@ -236,7 +236,10 @@ ROWS = (
     ),
     Mutation(
         "gradients of a layer without a formula rolled by one",
-        (Edit("Generic.gradients", "gradients[name].detach()", "gradients[name].detach().roll(1, 0)"),),
+        (
+            Edit("layer_forward:_choose_site", "if grown or model.takes_layers else tap.products", ""),
+            Edit("Generic.gradients", "found[name].detach()", "found[name].detach().roll(1, 0)"),
+        ),
         _rows_of("mha"),
         refused=rf"^attention: .* {_MOVES}",
     ),

@@ -1,9 +1,8 @@
 """`PrivacyEngine`: exact DP-SGD on the user's own model, optimizer and loop."""
 
 import math
-import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,16 +12,16 @@ from torch.optim import Optimizer
 
 from gramian.core.errors import GramianError
 from gramian.parallel.process_grid import ProcessGrid
-from gramian.privacy.accounting.accountant import find_noise_multiplier
 from gramian.privacy.accounting.ledger import Ledger
+from gramian.privacy.accounting.noise_search import find_noise_multiplier
 from gramian.privacy.audit.independence import check_independence
 from gramian.privacy.audit.proof_log import ProofLog
 from gramian.privacy.clipping.clip_factors import ClippedBatch
 from gramian.privacy.clipping.clipping_plan import ClippingPlan
 from gramian.privacy.clipping.clipping_rule import Clipping
 from gramian.privacy.clipping.step_timing import Stopwatch
-from gramian.privacy.opacus_names import OpacusNames
 from gramian.privacy.options import PrivacyOptions, Tuning, check_opacus, check_optimizer, is_number, sampling_rate
+from gramian.privacy.private_account import ADJACENCY, PrivateAccount
 from gramian.privacy.private_model import PrivateModel
 from gramian.privacy.sampling.population import population
 from gramian.taps.hub import hub_of
@@ -30,7 +29,7 @@ from gramian.taps.model.user_names import unwrap
 from gramian.taps.proof.row_proof import check_proof
 
 
-class PrivacyEngine(OpacusNames):
+class PrivacyEngine(PrivateAccount):
     """Differentially private training: clipped per-sample gradients, Poisson batches, noise, and an account of ε.
 
     ```python
@@ -58,8 +57,8 @@ class PrivacyEngine(OpacusNames):
         """Create an engine with a new secret key and an account of ε without any step.
 
         Args:
-            accountant: how ε is computed: "prv" (tight upper bound), "rdp" (looser upper bound) or "gdp" (approximation that
-                may be too low).
+            accountant: how ε is computed: "prv" or "pld" (tight upper bounds; "pld" also for truncated draws), "rdp" (looser
+                upper bound) or "gdp" (approximation that may be too low).
             insecure_reproducible: True derives the key from `seed`, so that a test can repeat the noise. There is no privacy
                 then; `state_dict` records it.
             seed: seed of that key; None: 0.
@@ -89,11 +88,13 @@ class PrivacyEngine(OpacusNames):
         optimizer: Optimizer,
         data_loader: Any,
         noise_multiplier: float,
-        max_grad_norm: float,
+        max_grad_norm: float | Sequence[float],
+        clip_function: str = "flat",
         clipping: str = "auto",
         norm_algorithm: str = "auto",
         loss_reduction: str | float = "mean",
-        poisson_sampling: bool = True,
+        poisson_sampling: bool | str = True,
+        max_draw: int | None = None,
         max_physical_batch: int | None = None,
         memory_budget: int | str | None = None,
         loss_scale: "float | torch.amp.GradScaler" = 1.0,
@@ -112,14 +113,19 @@ class PrivacyEngine(OpacusNames):
             optimizer: the optimizer of the model. Clipping covers the trainable parameters in it.
             data_loader: this process's loader over the complete data set; Poisson sampling replaces its sampler.
             noise_multiplier: σ, the standard deviation of the noise divided by max_grad_norm; 0: no noise.
-            max_grad_norm: C, the largest norm of one sample's gradient after clipping.
+            max_grad_norm: C, the largest norm of one sample's gradient after clipping; a list has one C_l for each layer.
+            clip_function: "flat": min(1, C/norm); "per_layer": min(1, C_l/norm) of each layer's part, C_l = C/√layers;
+                "automatic": C/(norm + 0.01); "adaptive": as flat, with a C that follows the median norm privately, from
+                max_grad_norm on.
             clipping: what a backward stores until the clip factors are known: "bookkeeping": inputs and output gradients;
                 "keep": per-sample gradients; "two_pass": nothing, the backward runs twice; "auto", or "flat" as in Opacus: the
                 fastest of these within memory_budget.
             norm_algorithm: how linear layers compute per-sample norms: "gram" from Gram matrices over tokens, "direct" from
                 per-sample gradients, "auto": the faster one at each shape.
             loss_reduction: "mean" or "sum" over the samples of a batch, or the coefficient of one sample's loss.
-            poisson_sampling: draw every batch by Poisson sampling; False: use the loader unchanged.
+            poisson_sampling: draw every batch by Poisson sampling; "truncated": and cut larger draws to max_draw records, which
+                costs ε; False: use the loader unchanged.
+            max_draw: largest number of records of a truncated draw over all processes; what is left out is drawn by key.
             max_physical_batch: largest number of samples in one backward; a larger Poisson draw is split into micro-batches.
                 None: no limit.
             memory_budget: bytes, or text such as "8GB", that clipping may store; None: about as much as the step's activations
@@ -147,11 +153,13 @@ class PrivacyEngine(OpacusNames):
             raise GramianError("engine: makes a model private already; expected detach() before, or another engine")
         options = PrivacyOptions(
             noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
+            max_grad_norm=tuple(max_grad_norm) if isinstance(max_grad_norm, list | tuple) else max_grad_norm,  # type: ignore[arg-type]
+            clip_function=clip_function,  # type: ignore[arg-type]
             clipping="auto" if clipping == "flat" else clipping,  # type: ignore[arg-type]
             norm_algorithm=norm_algorithm,  # type: ignore[arg-type]
             loss_reduction=loss_reduction,
             poisson_sampling=poisson_sampling,
+            max_draw=max_draw,
             max_physical_batch=max_physical_batch,
             memory_budget=memory_budget,
             loss_scale=loss_scale,
@@ -181,7 +189,8 @@ class PrivacyEngine(OpacusNames):
     ) -> tuple[nn.Module, Optimizer, Any]:
         """Call `make_private` with the least noise for which `epochs` epochs spend at most (target_epsilon, target_delta).
 
-        `options` are the other arguments of `make_private`, without noise_multiplier. The result is that of `make_private`.
+        A step with which more would be spent is refused before it begins. `options` are the other arguments of `make_private`,
+        without noise_multiplier. The result is that of `make_private`.
 
         Raises:
             GramianError: for an invalid argument, or if the engine has taken steps before.
@@ -199,14 +208,17 @@ class PrivacyEngine(OpacusNames):
                 "target_epsilon: the engine has spent some already; expected a new one, or noise_multiplier"
             )
         poisson, given = options.get("poisson_sampling", True), options.get("sample_rate")
-        rate = sampling_rate(data_loader, world_size, options.get("expected_batch"), given, poisson)
-        records = population(data_loader, world_size, poisson=poisson, rate_given=rate.given)
+        rate = sampling_rate(data_loader, world_size, options.get("expected_batch"), given, bool(poisson))
+        records = population(data_loader, world_size, poisson=bool(poisson), rate_given=rate.given)
         size = records or rate.expected_batch / rate.sample_rate
         yielded = epochs * max(1, round(size / rate.expected_batch))
         steps = math.ceil(max(epochs / rate.sample_rate, yielded))
         mechanism = self._ledger.accounting.mechanism
-        noise = find_noise_multiplier(target_epsilon, target_delta, rate.sample_rate, steps, mechanism)
-        return self.make_private(data_loader=data_loader, noise_multiplier=noise, **options)
+        truncation = (records or 0, options.get("max_draw") or 0) if poisson == "truncated" else ()
+        noise = find_noise_multiplier(target_epsilon, target_delta, rate.sample_rate, steps, mechanism, truncation)
+        made = self.make_private(data_loader=data_loader, noise_multiplier=noise, **options)
+        self.limit_epsilon(target_epsilon, target_delta, planned=steps)
+        return made
 
     def _count_nonfinite(self, clipped: ClippedBatch) -> None:
         self.nonfinite += clipped.nonfinite
@@ -271,25 +283,6 @@ class PrivacyEngine(OpacusNames):
 
     # ---- results ---------------------------------------------------------------------------------------------------
 
-    def get_epsilon(self, delta: float, releases: int | None = None) -> float:
-        """ε at this δ of the first `releases` releases (noised sums, one per optimizer step); None: of all so far."""
-        return self._ledger.accounting.epsilon(delta, releases)
-
-    @property
-    def released(self) -> int:
-        """Number that the next release (noised sum) gets: `steps`, or a lower one in a replay, which repeats numbers."""
-        return self._ledger.counter.released
-
-    @property
-    def steps(self) -> int:
-        """Number of releases (noised sums) begun, those lost in a crash included: ε is computed from it."""
-        return self._ledger.counter.spent
-
-    @property
-    def not_replayed(self) -> str | None:
-        """Reason why the last `load_state_dict(…, replay=True)` did not replay; None: it did, or no replay was asked for."""
-        return self._ledger.not_replayed
-
     @property
     def stepped(self) -> bool:
         """True if the last step() released a noised sum; False if its batch was not the last micro-batch of a Poisson draw."""
@@ -299,6 +292,11 @@ class PrivacyEngine(OpacusNames):
     def noise_multiplier(self) -> float:
         """σ, the standard deviation of the noise divided by max_grad_norm; a `GramianError` if no model is private."""
         return self._active().options.noise_multiplier
+
+    @property
+    def clip_norm(self) -> float:
+        """Largest norm of one sample's clipped gradient now, which "adaptive" changes; a `GramianError` if not private."""
+        return self._active().clip.sensitivity
 
     @property
     def expected_batch(self) -> float:
@@ -332,7 +330,8 @@ class PrivacyEngine(OpacusNames):
         if self._installed is None or self._installed.clipping.plan is None:
             return None
         proof = self.proof
-        return replace(self._installed.clipping.plan, proof=f"rows: {proof['rows']}; loss: {proof['loss']}")
+        notes = f"rows: {proof['rows']}; loss: {proof['loss']}; adjacency: {ADJACENCY}"
+        return replace(self._installed.clipping.plan, proof=notes)
 
     @property
     def last(self) -> ClippedBatch | None:
@@ -343,18 +342,6 @@ class PrivacyEngine(OpacusNames):
         return None if self._installed is None else self._installed.clipping.last
 
     # ---- state -----------------------------------------------------------------------------------------------------
-
-    def bind_counter(self, path: "str | os.PathLike[str]", *, must_exist: bool = False) -> None:
-        """Store the number of releases (noised sums) begun in a file beside the checkpoint, durably before each step.
-
-        Args:
-            path: path of the file; the first process writes it.
-            must_exist: True in a resumed run, whose file must be there.
-
-        Raises:
-            GramianError: if the file is missing although it must exist, is damaged, or cannot be written.
-        """
-        self._ledger.bind(path, must_exist=must_exist)
 
     def state_dict(self) -> dict[str, Any]:
         """State of the accountant, counters and secret key: as secret as the data (`secrets.save_private` writes mode 0600).

@@ -8,7 +8,8 @@ from torch.optim import Optimizer
 
 from gramian.core.errors import GramianError
 from gramian.parallel.process_grid import ProcessGrid
-from gramian.privacy.accounting.accountant import Accounting, History
+from gramian.privacy.accounting.accountant import Accounting
+from gramian.privacy.accounting.epsilon import History, event_of
 from gramian.privacy.accounting.ledger import Ledger
 from gramian.privacy.clipping.refused_modules import layers_with_sites, refuse_mixing
 from gramian.privacy.clipping.trained_parameters import trained_parameters
@@ -33,15 +34,24 @@ class AccountView:
 
     @property
     def history(self) -> History:
-        """Runs of equal steps in order: (noise multiplier, sample rate, number of steps) each."""
+        """Runs of equal steps in order: (noise multiplier, sample rate, number of steps), see `Accounting.history`."""
         return self._accounting.history
 
     def get_epsilon(self, delta: float) -> float:
         """ε of all steps at this δ."""
         return self._accounting.epsilon(delta)
 
+    def dp_event(self) -> Any:
+        """All steps as an event of `dp_accounting`, whose accountants answer what is not asked here, such as of tuned runs."""
+        from dp_accounting import ComposedDpEvent, SelfComposedDpEvent
+
+        account = self._accounting
+        return ComposedDpEvent(
+            [SelfComposedDpEvent(event_of(run), run[2]) for run in (*account.history, *account.others)]
+        )
+
     def mechanism(self) -> str:
-        """How ε is computed: "prv", "rdp" or "gdp"."""
+        """How ε is computed: "prv", "pld", "rdp" or "gdp"."""
         return self._accounting.mechanism
 
     def __len__(self) -> int:

@@ -14,6 +14,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from gramian.core.byte_amounts import parse_bytes
 from gramian.core.errors import GramianError
 from gramian.optim.kfac_optimizer import KFAC
+from gramian.privacy.clipping.clip_factors import FunctionName
 from gramian.privacy.sampling.population import batch_size_of, population
 from gramian.taps.capture import check_arguments
 
@@ -30,11 +31,13 @@ class PrivacyOptions:
     """Options of one private model, as `make_private` documents them."""
 
     noise_multiplier: float
-    max_grad_norm: float
+    max_grad_norm: float | tuple[float, ...]
+    clip_function: FunctionName
     clipping: Storage
     norm_algorithm: NormAlgorithm
     loss_reduction: str | float
-    poisson_sampling: bool
+    poisson_sampling: bool | str
+    max_draw: int | None
     max_physical_batch: int | None
     memory_budget: int | str | None
     loss_scale: "float | torch.amp.GradScaler"
@@ -43,26 +46,35 @@ class PrivacyOptions:
         """Check all fields; raises a `GramianError` that names the first one with an invalid value."""
         if not is_number(self.noise_multiplier) or self.noise_multiplier < 0:
             raise GramianError(f"noise_multiplier: expected a number of at least 0, got {self.noise_multiplier!r}")
-        if not is_number(self.max_grad_norm) or self.max_grad_norm < SMALLEST_NORM:
+        given = self.max_grad_norm
+        several: Any = given if isinstance(given, tuple) and self.clip_function == "per_layer" else (given,)
+        if not several or not all(is_number(limit) and limit >= SMALLEST_NORM for limit in several):
+            lists = ', or a list of such for clip_function="per_layer"' if isinstance(given, tuple) else ""
             raise GramianError(
-                f"max_grad_norm: expected a number above 0 ({SMALLEST_NORM:g} at least), got {self.max_grad_norm!r}"
+                f"max_grad_norm: expected a number above 0 ({SMALLEST_NORM:g} at least){lists}, got {given!r}"
             )
-        if self.clipping in ("per_layer", "adaptive"):
+        if self.clipping in get_args(FunctionName):
             raise GramianError(
-                f'clipping: "{self.clipping}" is a clipping function; expected "flat", one norm over all parameters'
+                f'clipping: "{self.clipping}" is a clipping function; expected it as clip_function="{self.clipping}"'
             )
         for field, value, known in (
             ("clipping", self.clipping, get_args(Storage)),
+            ("clip_function", self.clip_function, get_args(FunctionName)),
             ("norm_algorithm", self.norm_algorithm, get_args(NormAlgorithm)),
         ):
             if value not in known:
                 names = ", ".join(f'"{name}"' for name in known)
                 raise GramianError(f"{field}: expected one of {names}, got {value!r}")
-        if not isinstance(self.poisson_sampling, bool):
-            raise GramianError(f"poisson_sampling: expected True or False, got {self.poisson_sampling!r}")
-        size = self.max_physical_batch
-        if size is not None and (not isinstance(size, numbers.Integral) or isinstance(size, bool) or size < 1):
-            raise GramianError(f"max_physical_batch: expected a number of samples or None, got {size!r}")
+        if not isinstance(self.poisson_sampling, bool) and self.poisson_sampling != "truncated":
+            raise GramianError(f'poisson_sampling: expected True, False or "truncated", got {self.poisson_sampling!r}')
+        for field, size in (("max_physical_batch", self.max_physical_batch), ("max_draw", self.max_draw)):
+            if size is not None and (not isinstance(size, numbers.Integral) or isinstance(size, bool) or size < 1):
+                raise GramianError(f"{field}: expected a number of samples or None, got {size!r}")
+        if (self.poisson_sampling == "truncated") != (self.max_draw is not None):
+            raise GramianError(
+                f"max_draw: is {self.max_draw} with poisson_sampling={self.poisson_sampling!r}; expected a number of samples "
+                'with "truncated", and None otherwise'
+            )
         check_arguments(self.loss_reduction, None, None, None, self.loss_scale)
         if not isinstance(self.loss_reduction, str) and self.loss_reduction < 0:
             raise GramianError(f"loss_reduction: expected a coefficient above 0, got {self.loss_reduction!r}")

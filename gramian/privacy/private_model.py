@@ -17,13 +17,16 @@ from torch.utils.data import DataLoader, IterableDataset
 from gramian.core.errors import GramianError
 from gramian.parallel.data_parallel import ReducerOff, unsharded_units
 from gramian.parallel.process_grid import ProcessGrid
+from gramian.privacy.accounting.accountant import Kind
 from gramian.privacy.accounting.ledger import Ledger
 from gramian.privacy.audit.bypass import BypassDetector, OutsideParameters
 from gramian.privacy.audit.proof_log import ProofLog
 from gramian.privacy.audit.single_sample_checks import carries_no_state, refuse_ambiguous_batch
 from gramian.privacy.audit.weights_digest import weight_digest
+from gramian.privacy.clipping.clip_factors import ClipFunction
 from gramian.privacy.clipping.clipping_rule import Clipping
 from gramian.privacy.clipping.gradient_sums import GradientSums
+from gramian.privacy.clipping.private_quantile import PrivateQuantile
 from gramian.privacy.clipping.refused_modules import layers_with_sites, refuse_mixing
 from gramian.privacy.clipping.single_sample_clipping import SingleSampleClipping
 from gramian.privacy.clipping.step_timing import Stopwatch
@@ -32,6 +35,7 @@ from gramian.privacy.options import PrivacyOptions, Tuning, innermost, sampling_
 from gramian.privacy.private_step import PrivateStep
 from gramian.privacy.sampling.dataset_fingerprint import dataset_fingerprint
 from gramian.privacy.sampling.poisson import Piece
+from gramian.privacy.sampling.population import population
 from gramian.privacy.sampling.private_loader import PrivateLoader
 from gramian.privacy.sampling.single_collation import RecordingCollate
 from gramian.taps.hub import hub_of
@@ -40,6 +44,8 @@ from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.proof.single_unit import SampleAlone
 from gramian.taps.sites.site import first_tensor
 
+DEFAULTS_OF_LATER = (("max_draw", None), ("clip_function", "flat"))
+"""Options that states of older versions do not know, with the values at which those versions ran: they are not compared."""
 _private: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 EAGER = "a private step draws its noise outside of any graph; expected fullgraph=False"
 """Reason for not compiling a private step: a graph would contain key and number of one release as constants, and draw the
@@ -91,12 +97,22 @@ class PrivateModel:
                 'proof: is "off"; whose row is which is taken from shapes, and epsilon rests on that', stacklevel=3
             )
         self.rate = sampling_rate(
-            data_loader, self.parallel.size, expected_batch, sample_rate, options.poisson_sampling
+            data_loader, self.parallel.size, expected_batch, sample_rate, bool(options.poisson_sampling)
         )
         if not options.poisson_sampling:
             warnings.warn(
                 "poisson_sampling: is off; epsilon is computed as if every batch were a Poisson draw", stacklevel=3
             )
+        self.clip = ClipFunction(options.clip_function, options.max_grad_norm, list(self.trained))
+        self.quantile: PrivateQuantile | None = None
+        if options.clip_function == "adaptive":
+            self.quantile = PrivateQuantile(
+                self.clip, options.noise_multiplier, self.rate.expected_batch, self.parallel
+            )
+        self.records = population(
+            data_loader, self.parallel.size, poisson=bool(options.poisson_sampling), rate_given=self.rate.given
+        )
+        """Number of records that batches come from; None: not known."""
         self._carries_no_state = self._looked_behind_loss = False
         self._installed: ExitStack | None = None
         with ExitStack() as stack:
@@ -104,6 +120,7 @@ class PrivateModel:
             self.loader = self._private_loader(data_loader) if options.poisson_sampling else None
             self._collate = None if options.poisson_sampling else _record_batches(stack, data_loader)
             self._install(stack)
+            self._resume_clip_norm()
             _private.add(self.root)
             stack.callback(_private.discard, self.root)
             self._installed = stack.pop_all()
@@ -126,17 +143,26 @@ class PrivateModel:
 
         This model's noise multiplier and sample rate are recorded for the steps that follow.
         """
-        self._ledger.accounting.record(self.options.noise_multiplier, self.rate.sample_rate)
+        self._ledger.accounting.record(*self._kind)
+        self._resume_clip_norm()
         self.step.restart()
         if self.loader is not None:
             self.loader.rekey(self._ledger.secrets.sampling_key)
+
+    def _resume_clip_norm(self) -> None:
+        """Go on from the clip norm of a state that was loaded, with "adaptive"; begin with max_grad_norm without one."""
+        ledger, limits = self._ledger, self.clip.limits
+        if self.quantile is not None and ledger.clip_norm_is_due and ledger.clip_norm is not None:
+            limits[0] = ledger.clip_norm
+        ledger.clip_norm, ledger.clip_norm_is_due = None if self.quantile is None else limits[0], False
 
     # ---- installation ----------------------------------------------------------------------------------------------
 
     def _open_ledger(self, stack: ExitStack, data_loader: Any) -> None:
         """Open the ledger with the options and data fingerprint that a replay must have in common with the first run."""
         options, rate = self.options, self.rate
-        marked = {**vars(options), "expected_batch": rate.expected_batch, "sample_rate": rate.sample_rate}
+        marked = {name: value for name, value in vars(options).items() if (name, value) not in DEFAULTS_OF_LATER}
+        marked |= {"expected_batch": rate.expected_batch, "sample_rate": rate.sample_rate}
         marked["loss_scale"] = type(options.loss_scale).__name__
         shapes = [(name, tuple(p.shape)) for name, p in self.trained.items()]
         marked["optimizer"] = [type(self._optimizer).__name__, shapes]
@@ -146,8 +172,8 @@ class PrivateModel:
         device = next(iter(self.trained.values())).device
         weights = partial(weight_digest, self.root, self._optimizer, self.trained, self.parallel)
         stack.callback(self._ledger.close)
-        kind = (options.noise_multiplier, rate.sample_rate)
-        self._ledger.open(marked, data, kind, self.parallel, device, weights)
+        self._kind: Kind = (options.noise_multiplier, rate.sample_rate, *self._truncation())
+        self._ledger.open(marked, data, self._kind, self.parallel, device, weights)
 
     def _private_loader(self, data_loader: DataLoader[Any]) -> PrivateLoader:
         return PrivateLoader(
@@ -160,7 +186,23 @@ class PrivateModel:
             rank=self.parallel.rank,
             world_size=self.parallel.size,
             max_physical_batch=self.options.max_physical_batch,
+            max_draw=self.options.max_draw,
         )
+
+    def _truncation(self) -> tuple[()] | tuple[int, int]:
+        """(records, largest draw) for the accountant if draws are truncated, else ()."""
+        if self.options.max_draw is None:
+            return ()
+        mechanism = self._ledger.accounting.mechanism
+        if mechanism != "pld":
+            raise GramianError(
+                f'poisson_sampling: "truncated" has no bound in {mechanism}; expected PrivacyEngine("pld"), or True'
+            )
+        if self.records is None:
+            raise GramianError(
+                "data_loader: its data set has no length; expected one with a length for truncated draws"
+            )
+        return self.records, self.options.max_draw
 
     def _install(self, stack: ExitStack) -> None:
         options, trained = self.options, self.trained
@@ -175,7 +217,16 @@ class PrivateModel:
         else:
             self.clipping = self._install_taps(stack)
         self.step = PrivateStep(
-            options, self.rate, trained, self.sums, self.clipping, self.outside, self._ledger, self._stopwatch
+            options,
+            self.rate,
+            trained,
+            self.sums,
+            self.clipping,
+            self.outside,
+            self._ledger,
+            self._stopwatch,
+            self.clip,
+            self.quantile,
         )
         self.clipping.on_begin, self.clipping.on_done = self.step.before_backward, self.step.after_backward
         handle = self._optimizer.register_step_pre_hook(torch.compiler.disable(self.step.hook, reason=EAGER))
@@ -186,14 +237,14 @@ class PrivateModel:
         stack.callback(handle.remove)
 
     def _install_on_root(self, stack: ExitStack) -> SingleSampleClipping:
-        clipping = SingleSampleClipping(self.root, self.trained, self.sums, self.options)
+        clipping = SingleSampleClipping(self.root, self.trained, self.sums, self.options, self.clip)
         clipping.on_inputs = self._check_inputs
         stack.callback(clipping.remove)
         return clipping
 
     def _install_taps(self, stack: ExitStack) -> Clipping:
         hub, proof = hub_of(self.root), self.proof.option
-        clipping = Clipping(hub, self.trained, self.sums, self.options, self._tuning, self._stopwatch, proof)
+        clipping = Clipping(hub, self.trained, self.sums, self.options, self._tuning, self._stopwatch, proof, self.clip)
         clipping.proof_is_due, clipping.proof_failed = self.proof_is_due, self._proof_failed
         hub.proof.know_loader(self._samples_alone)
         bypass = BypassDetector(self.trained, lambda: hub.live)

@@ -1,8 +1,8 @@
 """One step of private training: checks around its backwards, then noise and division before the optimizer acts.
 
 A hook in front of the optimizer's step sets p.grad = (Σ_i c_i g_i + σ·C·z) / expected batch, with clip factors c_i, gradients
-g_i, noise multiplier σ, clip norm C and standard normal noise z. The sum is over the micro-batches of one Poisson draw and over
-all processes.
+g_i, noise multiplier σ, sensitivity C and standard normal noise z. The sum is over the micro-batches of one Poisson draw and
+over all processes.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from gramian.core.errors import GramianError
 from gramian.privacy.accounting.ledger import Ledger
 from gramian.privacy.audit.bypass import OutsideParameters
-from gramian.privacy.clipping.clip_factors import ClippedBatch
+from gramian.privacy.clipping.clip_factors import ClipFunction, ClippedBatch
 from gramian.privacy.clipping.clipping_rule import Clipping
 from gramian.privacy.clipping.gradient_sums import GradientSums
 from gramian.privacy.clipping.loss_scaling import scaling_at
+from gramian.privacy.clipping.private_quantile import PrivateQuantile
 from gramian.privacy.clipping.single_sample_clipping import SingleSampleClipping
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.privacy.noise.element_noise import NoisePlan
@@ -40,8 +41,14 @@ class PrivateStep:
         outside: OutsideParameters,
         ledger: Ledger,
         stopwatch: Stopwatch,
+        clip: ClipFunction,
+        quantile: PrivateQuantile | None,
     ) -> None:
-        """Store the parts; `clipping` computes the clipped sums of each backward and adds them to `sums`."""
+        """Store the parts; `clipping` computes the clipped sums of each backward and adds them to `sums`.
+
+        `clip` says how large they are, and with "adaptive" `quantile` changes it with every release.
+        """
+        self._clip, self._quantile = clip, quantile
         self._options, self._rate, self._trained, self._outside = options, rate, dict(trained), outside
         self._sums, self._clipping, self._ledger, self._stopwatch = sums, clipping, ledger, stopwatch
         self.on_clipped: Callable[[ClippedBatch], None] = lambda clipped: None
@@ -55,7 +62,13 @@ class PrivateStep:
         shapes = [(name, tuple(p.shape)) for name, p in self._trained.items()]
         self._noise = NoisePlan(self._ledger.secrets.noise_key, shapes)
         self.progress = DrawProgress()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what is to be released of the draw under way."""
         self._sums.forget()
+        if self._quantile is not None:
+            self._quantile.forget()
 
     def begin_piece(self, piece: Piece) -> None:
         """Begin a piece (micro-batch) of a Poisson draw, whose batch the loader yields now.
@@ -64,7 +77,7 @@ class PrivateStep:
             GramianError: if an earlier draw was summed and no optimizer step released it.
         """
         if self.progress.begin(piece):
-            self._sums.forget()
+            self._forget()
 
     def before_backward(self, rows: int) -> None:
         """Check a backward of `rows` samples before anything is summed.
@@ -89,6 +102,8 @@ class PrivateStep:
         """Count a backward whose clipped sums were added, and report its norms to `on_clipped`."""
         if self._clipping.last is not None:
             self.on_clipped(self._clipping.last)
+            if self._quantile is not None:
+                self._quantile.count(self._clipping.last.norms_B)
         self.progress.end_backward()
 
     def hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -130,13 +145,22 @@ class PrivateStep:
             return
         if not poisson and not self._rate.given:
             self._account_for_backwards()
+        try:
+            self._ledger.refuse_past_limit()
+        except GramianError:
+            self._forget()  # it has no noise
+            raise
         unchanged = self._sums.compare(scaling)
         number = self._ledger.begin()
         self.progress.passes_since_step = 0
         options = self._options
         with torch.no_grad(), self._stopwatch.time("step", cuda=next(iter(self._trained.values())).is_cuda):
-            std = options.noise_multiplier * options.max_grad_norm
+            sigma = options.noise_multiplier if self._quantile is None else self._quantile.noise_multiplier
+            std = sigma * self._clip.sensitivity
             self._sums.release(self._noise, number, std, self._rate.expected_batch, scaling)
+            if self._quantile is not None:
+                key, device = self._ledger.secrets.subkey("quantile"), next(iter(self._trained.values())).device
+                self._ledger.clip_norm = self._quantile.release(key, number, device)
         self.progress.clear()
         self.stepped = False
         unchanged()

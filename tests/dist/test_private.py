@@ -520,6 +520,17 @@ def test_private_training_ends_at_the_same_parameters_on_any_number_of_ranks(
     bodies.compare_runs("ddp", name, pieces, clipping, rate)
 
 
+ADAPTIVE: dict[str, Any] = {"clip_function": "adaptive", "noise_multiplier": 0.2}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("options", [ADAPTIVE, pytest.param({"clip_function": "per_layer"}, marks=pytest.mark.full)])
+def test_clipping_functions_end_at_the_same_parameters_and_clip_norm_on_any_number_of_ranks(
+    options: dict[str, Any],
+) -> None:
+    bodies.compare_runs("ddp", "mlp", 2, "auto", 0.5, options)
+
+
 @pytest.mark.dist
 @ways
 def test_no_rank_replays_on_other_weights(tmp_path: Path, way: str) -> None:

@@ -172,7 +172,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"norm_algorithm": "fast"}, 'norm_algorithm: expected one of "auto", "gram", "direct", got \'fast\''),
     ({"loss_reduction": "avg"}, 'loss_reduction: expected "mean", "sum"'),
     ({"loss_reduction": 0.0}, "loss_reduction: expected"),
-    ({"poisson_sampling": "yes"}, "poisson_sampling: expected True or False, got 'yes'"),
+    ({"poisson_sampling": "yes"}, "poisson_sampling: expected True, False or \"truncated\", got 'yes'"),
     ({"max_physical_batch": 0}, "max_physical_batch: expected a number of samples or None, got 0"),
     ({"max_physical_batch": 2.5}, "max_physical_batch: expected"),
     ({"max_physical_batch": True}, "max_physical_batch: expected"),
@@ -213,7 +213,7 @@ def test_budgets_as_people_write_them(budget: int | str) -> None:
 
 
 def test_an_unknown_accountant_is_refused() -> None:
-    with refusal('accountant: "moments"; expected one of prv, rdp, gdp'):
+    with refusal('accountant: "moments"; expected one of prv, pld, rdp, gdp'):
         gramian.PrivacyEngine(accountant="moments")
 
 

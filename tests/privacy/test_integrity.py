@@ -533,7 +533,7 @@ REFUSED = {
     ),
     "batch_first": (False, r"the batch on the first axis"),
     "secure_mode": ("yes", r"True or False"),
-    "clipping": ("per_layer", r'"flat", one norm over all parameters'),
+    "clipping": ("per_layer", r'it as clip_function="per_layer"'),
 }
 
 

@@ -329,9 +329,13 @@ ODD = (DROPPED, None, "x", -1, 1.5, True, [], {}, [1], {"a": None}, torch.zeros(
 def harmless(at: tuple[Any, ...], value: Any) -> bool:
     """What nobody reads, what cannot be told from a right value, and marks that `make_private` compares."""
     history = ("accountant", "history")  # may be empty where only the counter knew of releases
-    flag = ("secrets", "insecure_reproducible")
-    plausible = ((history, []), ((*history, 0), DROPPED), ((*history, 0, 0), 1.5), (flag, True))
-    no_replay = at == ("generator",) and value is DROPPED or at == ("weights",) and value in (DROPPED, None)
+    flag, drawn = ("secrets", "insecure_reproducible"), ("chain", "runs", 0, 0, "poisson_sampling")
+    plausible: Any = ((history, []), ((*history, 0), DROPPED), ((*history, 0, 0), 1.5), (flag, True), (drawn, True))
+    names = ((("accountant", "account"), DROPPED),)  # states of old versions have none
+    plausible = (*plausible, *names, (("accountant", "composed"), DROPPED), (("accountant", "composed"), {}))
+    plausible = (*plausible, *((("clip_norm",), value) for value in (DROPPED, None, 1.5)))  # of adaptive clipping alone
+    older = at in (("chain",), ("signing",)) and value is DROPPED  # so have these
+    no_replay = older or at == ("generator",) and value is DROPPED or at == ("weights",) and value in (DROPPED, None)
     read_later = no_replay or at[0] == "config" and (value is DROPPED or value == {})
     return at == ("accountant", "mechanism") or read_later or any(at == a and value == v for a, v in plausible)
 

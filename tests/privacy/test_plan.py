@@ -152,7 +152,7 @@ def _assert_table(plan: ClippingPlan) -> None:
     lines = str(plan).splitlines()
     assert lines[0].split() == ["parameter", "shape", "tokens", "way", "held", "extra", "time"]
     assert len(lines) == len(plan.rows) + 3 and lines[-2].startswith("total")
-    assert lines[-1] == plan.proof == "rows: proven; loss: not proven"
+    assert lines[-1] == plan.proof == "rows: proven; loss: not proven; adjacency: add or remove one record"
     starts = [match.start() for match in re.finditer(r"\S+(?: \S+)*", lines[0])]
     for line, row in zip(lines[1:], plan.rows, strict=False):
         assert [line[start - 1] for start in starts[1:]] == [" "] * 5, "columns stand under each other"

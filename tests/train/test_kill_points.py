@@ -19,6 +19,7 @@ from gramian.train.loop import evaluate
 from gramian.train.state import checkpoint, checkpoint_files
 from gramian.train.state.run_folder import JsonLines, read_lines
 from gramian.train.state.snapshot import Snapshots
+from gramian.verify.private_audit.receipt import ledger_of
 from gramian.verify.resume import differences
 from tests.kit.waiting import PATIENCE
 from tests.train.runs import PRIVATE, small
@@ -62,13 +63,14 @@ def before(owner: Any, name: str, calls: int, meant: Callable[..., bool] = lambd
     setattr(owner, name, patched)
 
 
-def after(owner: Any, name: str, calls: int) -> None:
+def after(owner: Any, name: str, calls: int, meant: Callable[..., bool] = lambda *args: True) -> None:
     """Die after it."""
     plain, tick = getattr(owner, name), countdown(calls)
 
     def patched(*args: Any, **kwargs: Any) -> Any:
         result = plain(*args, **kwargs)
-        tick()
+        if meant(*args):
+            tick()
         return result
 
     setattr(owner, name, patched)
@@ -163,11 +165,16 @@ POINTS: dict[str, Callable[[], None]] = {
     "before the record is there": partial(before, os, "replace", 1, written("record.json")),
 }
 
+OF_RELEASES = {
+    "before the ledger has a release": partial(before, os, "replace", 17, written("releases.json")),
+    "between ledger and noise of a release": partial(after, os, "replace", 17, written("releases.json")),
+}
+
 
 def _child(path: str, point: str | None) -> None:
     torch.set_num_threads(1)
     if point is not None:
-        POINTS[point]()
+        (POINTS | OF_RELEASES)[point]()
     os._exit(main(["train", path]))
 
 
@@ -196,7 +203,8 @@ def happened(folder: Path) -> list[dict[str, Any]]:
 def test_a_run_killed_anywhere_is_the_run_that_was_not(kind: str, tmp_path: Path) -> None:
     whole = small(tmp_path / "whole", **KINDS[kind])
     assert exit_code(whole, tmp_path / "whole.toml") == 0
-    for number, point in enumerate(POINTS):
+    private = "privacy" in KINDS[kind]
+    for number, point in enumerate(POINTS | (OF_RELEASES if private else {})):
         folder = tmp_path / f"killed-{number}"
         config = small(folder, **KINDS[kind])
         assert exit_code(config, tmp_path / "killed.toml", point) == -signal.SIGKILL, point
@@ -204,6 +212,8 @@ def test_a_run_killed_anywhere_is_the_run_that_was_not(kind: str, tmp_path: Path
         assert differences(tmp_path / "whole", folder) == [], point
         assert happened(folder) == happened(tmp_path / "whole"), point
         assert not list(folder.rglob("*tmp*")), point
+        if private:  # releases that were replayed are in the ledger once
+            assert ledger_of(folder) == ledger_of(tmp_path / "whole"), point
 
 
 @pytest.mark.parametrize(

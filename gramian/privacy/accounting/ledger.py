@@ -2,6 +2,7 @@
 
 import copy
 import os
+import struct
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,15 +14,22 @@ from torch import Tensor
 from gramian.core.errors import GramianError
 from gramian.kernels.normal_tail import NORMALS_VERSION
 from gramian.parallel.process_grid import ProcessGrid
-from gramian.privacy.accounting.accountant import Accounting
+from gramian.privacy.accounting.accountant import Accounting, Kind
+from gramian.privacy.accounting.release_chain import ReleaseChain
+from gramian.privacy.accounting.release_limit import ReleaseLimit
+from gramian.privacy.accounting.signing_key import SigningKey
 from gramian.privacy.audit.weights_digest import FIELDS, digest
-from gramian.privacy.noise.secrets import ReleaseCounter, Secrets, is_count
+from gramian.privacy.noise.secrets import KEY_BYTES, ReleaseCounter, Secrets, is_count
 
 SCHEMA = 1
+SHARED = struct.Struct("16sd?")
+"""What processes share beside the key: name of the account, clip norm (0: none), and whether it is due."""
+CHAINED = ("max_grad_norm", "expected_batch", "poisson_sampling", "clip_function")
+"""Options that every entry of the chain of releases has, beside the noise multiplier and the sample rate."""
 
 
 class Ledger:
-    """The account of one private run: secret key, release counter and history of steps.
+    """The account of one private run: secret key, release counter, history of steps, and the chain of its releases.
 
     Every process has one; after `open` all have the same content. A release is one noised sum. A replay repeats the releases
     after a checkpoint bit for bit, under the same numbers and key.
@@ -32,8 +40,17 @@ class Ledger:
         self.accounting = Accounting(accountant)
         self.secrets = Secrets(insecure_reproducible=insecure_reproducible, seed=seed)
         self.counter = ReleaseCounter()
+        self.signing = SigningKey(self.secrets.subkey("receipt"))
+        """Key that signs receipts of the run; it stays the same over resumes."""
+        self._chain, self._facts = ReleaseChain(), dict[str, Any]()
         self._digests: dict[str, int] = {}
-        self._kind = (0.0, 1.0)
+        self._kind: Kind = (0.0, 1.0)
+        self.limit: ReleaseLimit | None = None
+        """Target ε beyond which no release begins; None: no limit."""
+        self.clip_norm: float | None = None
+        """Clip norm C_t of the next release with adaptive clipping, which has been published; None: another function."""
+        self.clip_norm_is_due = False
+        """True from a load until a model goes on from its clip norm."""
         self._replayed_options: dict[str, int] | None = None  # digests that a replay must have, until it ends
         self._uncounted = False  # True if releases may have been begun that are not in the counter
         self._weights: Callable[[], Tensor] | None = None
@@ -48,7 +65,7 @@ class Ledger:
         self,
         options: Mapping[str, Any],
         data: tuple[int, int] | None,
-        kind: tuple[float, float],
+        kind: Kind,
         parallel: ProcessGrid,
         device: torch.device,
         weights: Callable[[], Tensor],
@@ -58,7 +75,7 @@ class Ledger:
         Args:
             options: {name: value}, the same on every process, and in a replay the same as before.
             data: fingerprint (length, digest) of the data set that batches are drawn from; None: not known.
-            kind: (noise multiplier, sample rate) of the releases.
+            kind: (noise multiplier, sample rate) of the releases, and (records, largest draw) of truncated draws.
             parallel: the processes of the run.
             device: device of the parameters.
             weights: function that computes `weight_digest` of the model.
@@ -73,6 +90,7 @@ class Ledger:
         if self._replayed_options is not None:
             _check_replay(self._replayed_options, digests)  # raising, it leaves the replay due
         self._digests, self._kind = digests, kind
+        self._facts = {name: options[name] for name in CHAINED if name in options}
         self._agree()
         self._end_replay_on_other_weights()
         self._warn_of_uncounted()
@@ -89,6 +107,11 @@ class Ledger:
             self.counter.move_on()
             self._renew_key()
 
+    def refuse_past_limit(self) -> None:
+        """Raise a `GramianError` if the next release is a new one, and would exceed the target ε."""
+        if self.limit is not None and self.counter.released == self.counter.spent:
+            self.limit.refuse(self.accounting)
+
     def begin(self) -> int:
         """Count a new release (one noised sum) before it exists and return its number.
 
@@ -102,9 +125,37 @@ class Ledger:
                 "replay: the weights were changed after load_state_dict; expected them loaded before it, or replay=False"
             )
         self._checks_weights = False
-        number = self.counter.begin(self.accounting.state_dict())
+        new = self.counter.released == self.counter.spent  # else it is repeated, and is in the chain
+        chain = self.chain.extended(self.counter.spent + new, self._entry())
+        number = self.counter.begin({**self.accounting.state_dict(), "chain": chain.state_dict()})
+        self._chain = chain
         self.accounting.set_steps(self.counter.spent)
         return number
+
+    @property
+    def chain(self) -> ReleaseChain:
+        """The chain of all releases begun; those that another process began and did not record are marked "assumed"."""
+        return self._chain.extended(self.counter.spent, {**self._entry(), "assumed": True})
+
+    def _entry(self) -> dict[str, Any]:
+        """Facts of the next release."""
+        names = ("noise_multiplier", "sample_rate", "records", "max_draw")  # the last two of truncated draws
+        return {**dict(zip(names, self.accounting.kind or self._kind, strict=False)), **self._facts}
+
+    def _recorded(self, chain: ReleaseChain) -> ReleaseChain:
+        """`chain`, or that of the counter (in its file, if it has one) unless it is shorter.
+
+        Raises:
+            GramianError: if the counter's chain was altered, or has more releases than it counts.
+        """
+        about = self.counter.about or {}
+        recorded = ReleaseChain.replayed(about["chain"], "release counter") if "chain" in about else ReleaseChain()
+        if recorded.length > self.counter.spent:
+            raise GramianError(
+                f"release counter: its chain has {recorded.length} releases, and it counts {self.counter.spent}; "
+                "expected as many"
+            )
+        return recorded if recorded.length >= chain.length else chain
 
     def bind(self, path: "str | os.PathLike[str]", *, must_exist: bool) -> None:
         """Store the number of releases begun in a file, which the first process writes; `must_exist` in a resumed run.
@@ -122,6 +173,7 @@ class Ledger:
             if self._replayed_options is not None:
                 self.counter.restore(released, replay=True)
             self.accounting.catch_up(self.counter.about)
+            self._chain = self._recorded(self._chain)
         if parallel is not None:  # else `open` does
             self._share_counter()
         self._count()
@@ -139,7 +191,10 @@ class Ledger:
             "accountant": self.accounting.state_dict(),
             "counter": self.counter.state_dict(),
             "secrets": self.secrets.state_dict(),
+            "signing": self.signing.state(),
+            "chain": self.chain.state_dict(),
             "config": dict(self._digests if due is None else due),
+            "clip_norm": self.clip_norm,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, replay: bool) -> None:
@@ -160,6 +215,12 @@ class Ledger:
         secrets.load_state_dict(state["secrets"])
         accounting.load_state_dict(state["accountant"])
         begun.load_state_dict(state["counter"], replay=True)
+        chain = ReleaseChain.replayed(state["chain"], "state") if "chain" in state else ReleaseChain()
+        signing = SigningKey.of(state["signing"]) if "signing" in state else self.signing
+        if chain.length > begun.spent:
+            raise GramianError(
+                f"state: its counter has {begun.spent} releases and its chain {chain.length}; expected as many"
+            )
         if accounting.steps > begun.spent:
             raise GramianError(
                 f"state: its counter has {begun.spent} releases and its account {accounting.steps}; expected as many"
@@ -174,8 +235,12 @@ class Ledger:
         if is_open and not state["accountant"]["history"]:
             accounting.record(*self._kind)
         accounting.catch_up(self.counter.about)
+        chain = self._recorded(chain)
         self.counter.load_state_dict(state["counter"], replay=replay)  # last: it may write a file, and fail
-        self.secrets, self.accounting, self._replayed_options, self._uncounted = secrets, accounting, digests, False
+        self._chain, self.signing = chain, signing
+        self.accounting.take_over(accounting)
+        self.clip_norm, self.clip_norm_is_due = state.get("clip_norm"), True
+        self.secrets, self._replayed_options, self._uncounted = secrets, digests, False
         weights = state.get("weights")
         self._replayed_weights = None if weights is None else weights.tolist()
         self.not_replayed = None
@@ -264,11 +329,14 @@ class Ledger:
         self._share_counter()
 
     def _share_key(self) -> None:
-        """Send the first process's secret key to all processes."""
+        """Send the first process's secret key, the name of its account and its clip norm to all processes."""
         if self._parallel is not None and self._parallel.size > 1:
             state = self.secrets.state_dict()
-            key = self._parallel.from_first(bytes(state["key"].tolist()), self._device)
-            self.secrets.load_state_dict({**state, "key": torch.tensor(list(key), dtype=torch.uint8)})
+            rest = SHARED.pack(self.accounting.account.encode(), self.clip_norm or 0.0, self.clip_norm_is_due)
+            got = self._parallel.from_first(bytes(state["key"].tolist()) + rest, self._device)
+            self.secrets.load_state_dict({**state, "key": torch.tensor(list(got[:KEY_BYTES]), dtype=torch.uint8)})
+            account, clip_norm, self.clip_norm_is_due = SHARED.unpack(got[KEY_BYTES:])
+            self.accounting.account, self.clip_norm = account.decode(), clip_norm or None
 
     def _share_counter(self) -> None:
         """Send the first process's release counter to all processes."""
@@ -304,6 +372,8 @@ def _check_state(state: Any) -> None:
         isinstance(weights, Tensor) and weights.dtype == torch.int64 and weights.shape == (len(FIELDS),)
     ):
         damaged.append("weights")
+    if not isinstance(state.get("clip_norm"), float | None) or not (state.get("clip_norm") or 1.0) > 0:
+        damaged.append("clip_norm")
     if not isinstance(config, Mapping) or not all(isinstance(k, str) and is_count(v) for k, v in config.items()):
         damaged.append("config")
     if damaged:

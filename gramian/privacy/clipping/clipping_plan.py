@@ -65,8 +65,8 @@ class Share:
 
     parameter: str
     form: str
-    """"outer" (a matrix that multiplies every token), "sum" (biases, norm layers), "rows" (embedding tables), "parts"
-    (convolutions, several uses of different forms), or "other"."""
+    """"outer" (a matrix that multiplies every token), "grouped" (a stack of them, of which each token uses some: experts),
+    "sum" (biases, norm layers), "rows" (embedding tables), "parts" (convolutions, several uses of different forms), "other"."""
     batch: int
     tokens: int
     shape: tuple[int, ...]
@@ -128,26 +128,26 @@ def ways(share: Share, machine: Machine, algorithm: NormAlgorithm, storage: str)
     if share.form in ("rows", "parts"):
         way: Way = "rows" if share.form == "rows" else "parts"
         return [row(way, share.held, 4 * share.held / machine.bandwidth)]
-    if share.form != "outer":
+    if share.form not in ("outer", "grouped"):
         return [keep]
-    rows, columns = share.shape
+    *stack, rows, columns = share.shape
     products = 2 * share.batch * share.tokens * rows * columns
     scaling = 2 * share.scaled / machine.bandwidth
     if machine.weighted:
         scaling = products / machine.weighted - products / machine.product
-    if share.tokens == 1:
+    if share.tokens == 1 and share.form == "outer":
         found = [row("rank1", share.held, scaling)]
     else:
-        gram_flops = share.batch * share.tokens * (share.tokens + TILE) * (rows + columns)
+        gram_flops = share.batch * share.tokens * (share.tokens / prod(stack) + TILE) * (rows + columns)
         found = [
             row("gram", share.held, scaling + gram_flops / machine.gram),
             row("direct", share.held, scaling + products / machine.direct),
         ]
-    if algorithm != "auto" and share.tokens > 1:
+    if algorithm != "auto" and len(found) > 1:
         found = [candidate for candidate in found if candidate.way == algorithm]
     if storage == "keep":
         return [keep]
-    if storage == "auto" and algorithm == "auto":
+    if storage == "auto" and algorithm == "auto" and share.form == "outer":
         found.append(keep)
     return sorted(found, key=lambda candidate: (candidate.seconds, candidate.held))
 

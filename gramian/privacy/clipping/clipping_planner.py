@@ -25,7 +25,7 @@ from gramian.privacy.clipping.clipping_plan import (
     ways,
 )
 from gramian.privacy.options import Storage
-from gramian.taps.gradients import Convolved, Indexed, Outer, PerSampleGradient, Summed
+from gramian.taps.gradients import Convolved, GroupedOuter, GroupedSum, Indexed, Outer, PerSampleGradient, Summed
 from gramian.taps.gradients.joined import Joined
 
 REMEMBERED = 16
@@ -47,6 +47,8 @@ class ClippingPlanner:
         self._plans: dict[Any, ClippingPlan] = {}
         self._uses: dict[int, list[Any]] = {}
         """{number of a forward: (tap, shapes of its saved inputs, shape of its output) of every use of a layer}."""
+        self._products: dict[int, dict[str, list[Any]]] = {}
+        """{number of a forward: {parameter: [form, rows, bytes of all sides, bytes of the smaller]}} of products in layers."""
         self._number, self._batch = -1, 0
 
     def begin(self, number: int, batch: int) -> None:
@@ -54,6 +56,19 @@ class ClippingPlanner:
         self._number, self._batch = number, batch
         self._uses = {n: uses for n, uses in self._uses.items() if n > number - REMEMBERED}
         self._uses[number] = []
+        self._products = {n: products for n, products in self._products.items() if n in self._uses}
+
+    def see_product(self, name: str, layout: Any, y: Tensor, saved: list[Tensor]) -> None:
+        """Record the sizes of one product of a weight inside a layer, with result y; products of one weight are added up."""
+        if name not in self._trained or not self._batch:
+            return
+        rows, form = y.numel() // max(y.shape[-1 - layout.columns], 1), "sum"
+        if layout.form == "product":
+            form = "grouped" if layout.order == "owners" else "outer"
+        products = self._products.setdefault(self._number, {}).setdefault(name, [form, 0, 0, 0])
+        sides = [y.nbytes, *(t.nbytes for t in saved[:1] if layout.form == "product")]
+        for i, more in enumerate((rows, sum(sides), min(sides)), start=1):
+            products[i] += more
 
     def see(self, tap: Any, inputs: list[Tensor], output: Any) -> None:
         """Record the shapes of the inputs and the output of one call of a layer in the present forward."""
@@ -68,6 +83,7 @@ class ClippingPlanner:
         """The plan for the forward of this number, whose backward begins; its shapes are dropped. None if not known."""
         plan = self._planned(number, batch)
         self._uses.pop(number, None)
+        self._products.pop(number, None)
         return plan
 
     def choose(self, share: Share, saved_bytes: int | None) -> ClippingRow:
@@ -94,12 +110,17 @@ class ClippingPlanner:
         return fitting[0]
 
     def _planned(self, number: int, batch: int) -> ClippingPlan | None:
-        uses = self._uses.get(number, [])
-        if not uses:
+        uses, products = self._uses.get(number, []), self._products.get(number, {})
+        if not uses and not products:
             return None
-        key = (batch, *((tap.name, inputs, made) for tap, inputs, made in uses))
+        key = (batch, *((tap.name, inputs, made) for tap, inputs, made in uses), str(products))
         if key not in self._plans:
-            self._plans[key] = self._make_plan([*self._shares(uses, batch).values()])
+            shares = self._shares(uses, batch)
+            for name, (form, rows, held, scaled) in products.items():
+                p = self._trained[name]
+                own = Share(name, form, batch, -(-rows // batch), tuple(p.shape), p.element_size(), held, scaled)
+                shares[name] = _joined(shares[name], own) if name in shares else own
+            self._plans[key] = self._make_plan([*shares.values()])
         return self._plans[key]
 
     def _shares(self, uses: Sequence[Any], batch: int) -> dict[str, Share]:
@@ -147,10 +168,13 @@ def share_of(name: str, gradient: PerSampleGradient) -> Share:
     tensors = gradient.tensors()
     itemsize = gradient.dtype.itemsize
     held = sum(t.nbytes for t in tensors)
+    if isinstance(gradient, GroupedOuter):
+        scaled = min(t.nbytes for t in tensors)
+        return Share(name, "grouped", gradient.batch, gradient.tokens, gradient.shape, itemsize, held, scaled)
     if isinstance(gradient, Outer):
         narrow = min(tensors, key=lambda t: t.shape[2])
         return Share(name, "outer", gradient.batch, gradient.tokens, gradient.shape, itemsize, held, narrow.nbytes)
-    if isinstance(gradient, Summed):
+    if isinstance(gradient, Summed | GroupedSum):
         return Share(name, "sum", gradient.batch, gradient.tokens, gradient.shape, itemsize, held)
     form = "rows" if isinstance(gradient, Indexed) else "parts" if isinstance(gradient, Joined) else "other"
     if isinstance(gradient, Convolved):
@@ -161,7 +185,7 @@ def share_of(name: str, gradient: PerSampleGradient) -> Share:
 def _joined(one: Share, other: Share) -> Share:
     """The share of a parameter with two uses in one forward, from the shares of both."""
     same = one.form == other.form
-    if same and one.form == "outer":
+    if same and one.form in ("outer", "grouped"):
         return replace(
             one, tokens=one.tokens + other.tokens, held=one.held + other.held, scaled=one.scaled + other.scaled
         )

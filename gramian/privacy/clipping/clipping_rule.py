@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gramian.core.errors import GramianError
-from gramian.privacy.clipping.clip_factors import SLACK, ClippedBatch
+from gramian.privacy.clipping.clip_factors import SLACK, ClipFunction, ClippedBatch
 from gramian.privacy.clipping.clipping_plan import ClippingPlan, ClippingRow
 from gramian.privacy.clipping.clipping_planner import REMEMBERED, ClippingPlanner, share_of
 from gramian.privacy.clipping.clipping_work import ClippingWork, SavedForClipping, SumReceiver
@@ -52,12 +52,14 @@ class Clipping:
         tuning: Tuning,
         stopwatch: Stopwatch,
         proof: str | int,
+        clip: ClipFunction,
     ) -> None:
         """Create the rule for the model of `hub`; nothing is installed yet.
 
-        Norms cover the parameters in `trained`; `receiver` gets their clipped sums in this order. `proof` is the option of
-        `make_private`.
+        Norms cover the parameters in `trained`; `receiver` gets their clipped sums in this order, and `clip` scales gradients.
+        `proof` is the option of `make_private`.
         """
+        self._clip = clip
         self.proof = proof
         self.proof_is_due: Callable[[], bool] = lambda: False
         """Function called before every forward; True: repeat the row proof (each row depends on its sample alone) on this
@@ -117,6 +119,10 @@ class Clipping:
         """Record the shapes of the saved inputs (`kept`) and the output of one call of a layer, for the clipping plan."""
         self.planner.see(tap, kept, output)
 
+    def foresee_product(self, name: str, layout: Any, y: Tensor, saved: list[Tensor]) -> None:
+        """Record the sizes of one product y of a parameter inside a layer and what is saved of it, for the clipping plan."""
+        self.planner.see_product(name, layout, y, saved)
+
     def pass_info(self, number: int, batch: int) -> PassInfo:
         """Begin pass `number`, a forward of `batch` rows and its backward.
 
@@ -163,7 +169,7 @@ class Clipping:
         work = self._open(record.info)
         if work.ignored or work.placeholder or record.parameter not in self._trained or not record.info.batch:
             return
-        if work.factors_B is not None:
+        if work.factors is not None:
             sum_in_second_pass(work, record)
             return
         row = self._row(work, record)
@@ -187,7 +193,7 @@ class Clipping:
         if work is not None:
             return work
         running = next(iter(self._works.values()), None)
-        if running is not None and not running.ignored and running.factors_B is None:
+        if running is not None and not running.ignored and running.factors is None:
             raise GramianError(
                 "backward: goes through two forwards of the model, so a sample's gradient would be clipped in two parts; "
                 "expected one forward for each backward (rows of one sample next to each other in one batch)"
@@ -196,7 +202,7 @@ class Clipping:
             info,
             self.planner.take(info.number, info.batch),
             self._trained,
-            self._options.max_grad_norm,
+            self._clip,
             self._stopwatch,
             norms_only=self.another_backward_follows,
             ignored=not accumulates(self._leaf),
@@ -240,12 +246,12 @@ class Clipping:
         work = self._open(info)
         if work.ignored:
             del self._works[info.number]
-        elif work.factors_B is not None:
+        elif work.factors is not None:
             del self._works[info.number]
             self._pass_on(lambda name: work.totals.pop(name, None))
         elif work.norms_only:
             self._find_factors(work)
-            work.squares_B = None
+            work.squares.clear()
         else:
             self._stopwatch.add("backward", work.start_time, self._cuda)
             del self._works[info.number]

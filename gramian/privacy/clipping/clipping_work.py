@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from gramian.core.errors import GramianError
+from gramian.privacy.clipping.clip_factors import ClipFunction
 from gramian.privacy.clipping.clipping_plan import ClippingPlan, ClippingRow
 from gramian.privacy.clipping.step_timing import Stopwatch
-from gramian.taps.gradients import ExplicitGradient, Outer, PerSampleGradient
+from gramian.taps.gradients import ExplicitGradient, GroupedOuter, Outer, PerSampleGradient
 from gramian.taps.records import PassInfo
 
 
@@ -31,7 +32,7 @@ class DoubtfulNorms:
     Digits are lost where the gradients of a sample's tokens cancel. Whether there are such samples is read once for all layers.
     """
 
-    outers: Mapping[str, Outer]
+    outers: Mapping[str, Outer | GroupedOuter]
     squares_B: Tensor
     doubtful_B: Tensor
 
@@ -64,7 +65,7 @@ class ClippingWork:
     info: PassInfo
     plan: ClippingPlan | None
     trained: Mapping[str, nn.Parameter]
-    max_grad_norm: float
+    clip: ClipFunction
     stopwatch: Stopwatch
     norms_only: bool
     """True in the first of two backwards, which computes norms and saves nothing."""
@@ -77,8 +78,8 @@ class ClippingWork:
     rows: dict[str, ClippingRow] = field(default_factory=dict)
     """{parameter: its line of the clipping plan}."""
     slack: float = 0.0
-    squares_B: Tensor | None = None
-    """Sum over the parameters so far of each sample's squared gradient norm: [B]."""
+    squares: dict[int, Tensor] = field(default_factory=dict)
+    """{number of a norm of the clip function: sum over its parameters so far of each sample's squared gradient norm: [B]}."""
     gram_group: dict[str, Outer] = field(default_factory=dict)
     """{parameter: gradient} of layers with the same input or output gradient, whose norms will be computed together."""
     doubtful: list[DoubtfulNorms] = field(default_factory=list)
@@ -91,21 +92,20 @@ class ClippingWork:
     """Per-sample gradients [B, n] of biases and norm layers: small and many, so they are clipped together."""
     small_groups: list[tuple[Tensor, list[str]]] = field(default_factory=list)
     """The small gradients concatenated by device and dtype: ([B, N], parameter names)."""
-    factors_B: Tensor | None = None
-    """Clip factors [B]; None until the norms are known. Set before a second pass."""
+    factors: dict[int, Tensor] | None = None
+    """{number of a norm: clip factors [B]}; None until the norms are known. Set before a second pass."""
     finite_runs: list[tuple[int, int]] | None = None
     """Ranges [start, stop) of samples with a finite gradient; only these are summed. None: all samples."""
-    weights: dict[torch.device, Tensor] = field(default_factory=dict)
-    """Weights [B] (clip factor times the factor of the loss reduction) of the gradients, by device."""
+    weights: dict[tuple[torch.device, int], Tensor] = field(default_factory=dict)
+    """Weights [B] (clip factor times the factor of the loss reduction) of the gradients, by device and number of the norm."""
     totals: dict[str, Tensor] = field(default_factory=dict)
     """{parameter: its clipped sum} of the sums that were computed already."""
 
-    def add(self, squares_B: Tensor) -> None:
-        """Add one parameter's squared per-sample norms [B] to `squares_B`."""
-        if self.squares_B is None:
-            self.squares_B = squares_B
-        else:
-            self.squares_B = self.squares_B + squares_B.to(self.squares_B.device)
+    def add(self, name: str, squares_B: Tensor) -> None:
+        """Add the squared per-sample norms [B] of a parameter to the norm that it is a part of."""
+        group = self.clip.groups[name]
+        earlier = self.squares.get(group)
+        self.squares[group] = squares_B if earlier is None else earlier + squares_B.to(earlier.device)
 
     def time(self, phase: str, name: str, gradient: PerSampleGradient, way: str) -> Any:
         """Context manager that times the norm or the sum of one parameter, with its FLOPs and bytes, if the stopwatch is on.

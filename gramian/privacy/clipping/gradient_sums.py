@@ -26,7 +26,9 @@ from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.privacy.noise.element_noise import NoisePlan
 
 IN_FLIGHT = 8
-"""Largest number of reductions over processes that run at once."""
+"""Largest number of reductions to a shard that run at once."""
+AT_ONCE = 2**26
+"""Number of elements whose noise is drawn together, and whose sums over processes run at once."""
 CHANGED_GRADIENT = (
     "{}: its .grad was changed between backward and step, where it is not private yet; the step was refused and its sums "
     "dropped; expected .grad as the backward left it, or zero_grad() (a hook before the optimizer's step may write)"
@@ -67,6 +69,8 @@ class GradientSums:
         """Function that reads which weights changed between the end of the last backward and the beginning of this one."""
         self._loss_scale = loss_scale
         self._arriving: deque[tuple[str, DTensor]] = deque()
+        self._rows: dict[str, tuple[int, int] | None] = {}
+        """{parameter: the rows of dim 0 that this process stores; None: all}."""
 
     # ---- backward --------------------------------------------------------------------------------------------------
 
@@ -236,38 +240,63 @@ class GradientSums:
     def release(self, noise: NoisePlan, number: int, std: float, expected_batch: float, scaling: Scaling) -> None:
         """Set p.grad = (sum over micro-batches and processes + std · noise of release `number`) / expected_batch. Collective.
 
-        `scaling` tells which factors of a loss scale are still in the gradients.
+        `scaling` tells which factors of a loss scale are still in the gradients. The noise of up to 2²⁶ elements is one launch;
+        under DDP it begins when their sums over processes have arrived, and those of the next parameters are on their way.
         """
         noise_std: float | Tensor = std if scaling.inside is None else std * scaling.inside
-        first = local(next(iter(self.trained.values())).detach())
-        if first.is_cuda and not isinstance(noise_std, Tensor):
-            noise_std = torch.full((), noise_std, device=first.device)
-        waiting: deque[tuple[str, Tensor, Any]] = deque()
+        waiting: list[tuple[str, Tensor, Any]] = []
+        elements = 0
 
-        def finish() -> None:
-            name, total, reduction = waiting.popleft()
-            p = self.trained[name]
-            if reduction is not None:
-                nbytes = float(total.nbytes)
-                with self._stopwatch.time("communication", name, "all-reduce", nbytes=nbytes, cuda=p.is_cuda):
-                    reduction.wait()
-            with self._stopwatch.time("noise", name, nbytes=float(total.nbytes), cuda=p.is_cuda):
+        def finish(some: list[tuple[str, Tensor, Any]]) -> None:
+            totals = []
+            for name, total, reduction in some:
+                if reduction is not None:
+                    nbytes, cuda = float(total.nbytes), total.is_cuda
+                    with self._stopwatch.time("communication", name, "all-reduce", nbytes=nbytes, cuda=cuda):
+                        reduction.wait()
+                totals.append(total.contiguous())
+            nbytes, cuda = float(sum(total.nbytes for total in totals)), totals[0].is_cuda
+            with self._stopwatch.time("noise", some[0][0], nbytes=nbytes, cuda=cuda):
+                targets = [
+                    total if total.dtype == (p := self.trained[name]).dtype else self._rounded_copy(p)
+                    for (name, *_), total in zip(some, totals, strict=True)
+                ]
                 if std > 0:
-                    noise.add_noise_(total, name, noise_std, number, local_rows(p), 1 / expected_batch)
+                    places = [self._place(noise, name, total) for (name, *_), total in zip(some, totals, strict=True)]
+                    noise.add_noise_to(targets, totals, places, noise_std, number, 1 / expected_batch)
                 else:
-                    total.div_(expected_batch)
-                p.grad = as_sharded(_laid_out(total.to(p.dtype), local(p.detach())), p)
+                    torch._foreach_copy_(targets, torch._foreach_div(totals, expected_batch))
+            for (name, *_), target in zip(some, targets, strict=True):
+                p = self.trained[name]
+                if isinstance(p, DTensor) or target.stride() != p.stride():
+                    target = as_sharded(_laid_out(target, local(p.detach())), p)
+                if p.grad is not target:
+                    p.grad = target
 
         for name in self.trained:
             total = self._sum_of_pieces(name, scaling)
-            reduces = self._parallel.uses_ddp
-            waiting.append((name, total, self._parallel.start_sum(total) if reduces else None))
-            if len(waiting) > (IN_FLIGHT if self._overlap else 0):
-                finish()
-        while waiting:
-            finish()
+            waiting.append((name, total, self._parallel.start_sum(total) if self._parallel.uses_ddp else None))
+            elements += total.numel()
+            if elements >= AT_ONCE or not self._overlap:
+                finish(waiting)
+                waiting, elements = [], 0
+        if waiting:
+            finish(waiting)
         self.moved.clear()
         self.watch.clear()  # `p.grad` has its noise now, and may be written to
+
+    def _rounded_copy(self, p: nn.Parameter) -> Tensor:
+        """A contiguous tensor in the dtype of `p`, for its noised gradient: the memory of the present one where that fits."""
+        gradient = None if p.grad is None else local(p.grad)
+        if gradient is not None and gradient.is_contiguous():
+            return gradient
+        return torch.empty(local(p).shape, dtype=p.dtype, device=p.device)
+
+    def _place(self, noise: NoisePlan, name: str, total: Tensor) -> int:
+        """Place in the key stream of the first element that this process stores of a parameter."""
+        if name not in self._rows:
+            self._rows[name] = local_rows(self.trained[name])
+        return noise.place(name, total.shape, self._rows[name])
 
     def _sum_of_pieces(self, name: str, scaling: Scaling) -> Tensor:
         """This process's sum over the micro-batches of the Poisson draw; in float32 or float64 if more is added to it."""

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from gramian.kernels.sums.weighted_sum import row_squares
-from gramian.privacy.clipping.clip_factors import ClippedBatch, clip_factors
+from gramian.privacy.clipping.clip_factors import ClippedBatch
 from gramian.privacy.clipping.clipping_plan import ClippingRow
 from gramian.privacy.clipping.clipping_work import ClippingWork, DoubtfulNorms
 from gramian.privacy.clipping.deferred_read import read_later
-from gramian.taps.gradients import ExplicitGradient, Outer, PerSampleGradient
+from gramian.taps.gradients import ExplicitGradient, GroupedOuter, Outer, PerSampleGradient
 from gramian.taps.gradients.outer import direct_of, gram_of, same_tensor
 from gramian.taps.records import ParameterRecord
 
@@ -35,17 +35,20 @@ def add_norms(work: ClippingWork, record: ParameterRecord, row: ClippingRow) -> 
     gradient = record.gradient
     if row.way == "keep" and not work.norms_only:
         explicit = ExplicitGradient(_per_sample_in_own_dtype(gradient), gradient.dtype)
-        work.add(explicit.squared_norms())
+        work.add(record.parameter, explicit.squared_norms())
         return explicit
     if record.borrowed and not work.norms_only:
         gradient = gradient.copy()
-    if isinstance(gradient, Outer) and gradient.tokens > 1:
+    if isinstance(gradient, GroupedOuter):
+        way = row.way if row.way in ("gram", "direct") else gradient.algorithm("auto")
+        _add_doubtful(work, {record.parameter: gradient}, *gradient.squares_by(way))
+    elif isinstance(gradient, Outer) and gradient.tokens > 1:
         if row.way == "gram":
             _join_gram_group(work, record.parameter, gradient, at_once=record.borrowed)
         else:
             _add_doubtful(work, {record.parameter: gradient}, *direct_of(gradient))
     else:
-        work.add(gradient.squared_norms())
+        work.add(record.parameter, gradient.squared_norms())
     return gradient
 
 
@@ -62,7 +65,9 @@ def _join_gram_group(work: ClippingWork, name: str, gradient: Outer, at_once: bo
     A group that is full or shares nothing with the layer is computed first; with `at_once` the new group is computed now.
     """
     group = work.gram_group
-    if group and (len(group) == LARGEST_GRAM_GROUP or not _share_a_side([*group.values(), gradient])):
+    groups = work.clip.groups
+    other_norm = any(groups[other] != groups[name] for other in group)
+    if group and (other_norm or len(group) == LARGEST_GRAM_GROUP or not _share_a_side([*group.values(), gradient])):
         flush_gram_group(work)
     work.gram_group[name] = gradient
     if at_once:
@@ -83,11 +88,13 @@ def flush_gram_group(work: ClippingWork) -> None:
         _add_doubtful(work, outers, *gram_of([*outers.values()]))
 
 
-def _add_doubtful(work: ClippingWork, outers: Mapping[str, Outer], squares_B: Tensor, doubtful_B: Tensor) -> None:
+def _add_doubtful(
+    work: ClippingWork, outers: Mapping[str, Outer | GroupedOuter], squares_B: Tensor, doubtful_B: Tensor
+) -> None:
     norms = DoubtfulNorms(outers, squares_B, doubtful_B)
     if work.norms_only:  # the tensors will not be there later
         _recompute(work, norms, bool(doubtful_B.any()))
-        work.add(norms.squares_B)
+        work.add(next(iter(outers)), norms.squares_B)
     else:
         work.doubtful.append(norms)
 
@@ -98,35 +105,35 @@ def _recompute(work: ClippingWork, norms: DoubtfulNorms, doubtful: bool) -> None
         return
     chosen, squares_K = norms.doubtful_B.nonzero()[:, 0], []
     for name, outer in norms.outers.items():
-        explicit = ExplicitGradient(Outer(outer.left_BTM[chosen], outer.right_BTN[chosen]).per_sample())
+        explicit = ExplicitGradient(outer.picked(chosen).per_sample())
         squares_K.append(explicit.squared_norms())
         work.recomputed[name] = (chosen, None if work.norms_only else explicit)
     norms.squares_B[chosen] = torch.stack(squares_K).sum(0)
 
 
-def guess_factors(work: ClippingWork) -> tuple[ClippedBatch, Tensor, Callable[[], list[bool]]]:
+def guess_factors(work: ClippingWork) -> tuple[ClippedBatch, dict[int, Tensor], Callable[[], list[bool]]]:
     """Set the clip factors as if no norm were doubtful (digits lost) and all were finite; does not wait for the device.
 
     Returns:
-        The clipped batch; the squared norms [B] summed over those parameters whose norms cannot be doubtful; and a function
+        The clipped batch; the squared norms [B] of those parameters whose norms cannot be doubtful; and a function
         that waits for the device and returns the flags for `confirm_factors`.
     """
     flush_gram_group(work)
     work.small_groups = _group_small_gradients(work)
-    for gradients_BN, _ in work.small_groups:
-        work.add(row_squares(gradients_BN))
-    if work.squares_B is None:
-        work.squares_B = torch.zeros(0 if work.placeholder else work.info.batch)
-    sure_B, flags = work.squares_B, _flags(work, work.squares_B)
+    for gradients_BN, names in work.small_groups:
+        work.add(names[0], row_squares(gradients_BN))
+    if not work.squares:
+        work.squares[0] = torch.zeros(0 if work.placeholder else work.info.batch)
+    sure, flags = dict(work.squares), _flags(work)
     for norms in work.doubtful:
-        work.add(norms.squares_B)
-    return set_factors(work), sure_B, flags
+        work.add(next(iter(norms.outers)), norms.squares_B)
+    return set_factors(work), sure, flags
 
 
-def confirm_factors(work: ClippingWork, sure_B: Tensor, flags: Sequence[bool]) -> ClippedBatch | None:
+def confirm_factors(work: ClippingWork, sure: Mapping[int, Tensor], flags: Sequence[bool]) -> ClippedBatch | None:
     """Correct guessed clip factors where `flags` say that norms lost digits or are not finite.
 
-    Doubtful samples are computed again, samples that are not finite are left out, and the factors are set anew from `sure_B`,
+    Doubtful samples are computed again, samples that are not finite are left out, and the factors are set anew from `sure`,
     the squared norms [B] that cannot be doubtful.
 
     Returns:
@@ -135,10 +142,10 @@ def confirm_factors(work: ClippingWork, sure_B: Tensor, flags: Sequence[bool]) -
     if not any(flags):
         return None
     work.totals.clear()
-    work.squares_B = sure_B
+    work.squares = dict(sure)
     for norms, doubtful in zip(work.doubtful, flags, strict=False):
         _recompute(work, norms, doubtful)
-        work.add(norms.squares_B)
+        work.add(next(iter(norms.outers)), norms.squares_B)
     clipped = set_factors(work)
     finite_B = clipped.norms_B.isfinite()
     if bool(finite_B.all()):
@@ -150,27 +157,34 @@ def confirm_factors(work: ClippingWork, sure_B: Tensor, flags: Sequence[bool]) -
 
 def set_factors(work: ClippingWork) -> ClippedBatch:
     """Set the clip factors [B] of `work` from its squared norms, 0 where these are not finite; returns norms and factors."""
-    assert work.squares_B is not None
-    squares_B = work.squares_B
-    norms_B = squares_B.clamp(min=0).sqrt() * work.info.scale
-    work.factors_B = clip_factors(norms_B, work.max_grad_norm, work.slack)
+    device = next(iter(work.squares.values())).device
+    norms = {
+        group: squares_B.to(device).clamp(min=0).sqrt() * work.info.scale for group, squares_B in work.squares.items()
+    }
+    total_B = next(iter(norms.values())) if len(norms) == 1 else torch.stack([*norms.values()]).norm(dim=0)
+    factors = {group: work.clip.factors(norms_B, work.slack, group) for group, norms_B in norms.items()}
+    if len(norms) > 1:  # a sample that is not finite in one layer is left out of all
+        factors = {group: torch.where(total_B.isfinite(), factors_B, 0.0) for group, factors_B in factors.items()}
+    work.factors = factors
     work.weights.clear()
-    return ClippedBatch(norms_B, work.factors_B, nonfinite=0)
+    return ClippedBatch(total_B, work.clip.columns(factors), nonfinite=0)
 
 
 def _group_small_gradients(work: ClippingWork) -> list[tuple[Tensor, list[str]]]:
-    """Small per-sample gradients concatenated: ([B, N], parameter names) for each device and dtype."""
+    """Small per-sample gradients concatenated: ([B, N], parameter names) for each device, dtype and norm."""
     groups: dict[Any, list[str]] = {}
     for name, gradient_BN in work.small_gradients.items():
-        key = (gradient_BN.device, gradient_BN.dtype, work.trained[name].dtype)
+        key = (gradient_BN.device, gradient_BN.dtype, work.trained[name].dtype, work.clip.groups[name])
         groups.setdefault(key, []).append(name)
     return [(torch.cat([work.small_gradients[name] for name in names], dim=1), names) for names in groups.values()]
 
 
-def _flags(work: ClippingWork, squares_B: Tensor) -> Callable[[], list[bool]]:
+def _flags(work: ClippingWork) -> Callable[[], list[bool]]:
     """Function that returns, per group of norms, True if a sample lost digits, and, last, True if any norm is not finite."""
-    device = squares_B.device
-    squares_KB = torch.stack([squares_B, *(norms.squares_B.to(squares_B) for norms in work.doubtful)])
+    first = next(iter(work.squares.values()))
+    device = first.device
+    parts = [*work.squares.values(), *(norms.squares_B for norms in work.doubtful)]
+    squares_KB = torch.stack([squares_B.to(first) for squares_B in parts])
     finite = squares_KB.isfinite().all()[None]
     doubtful = [norms.doubtful_B.to(device) for norms in work.doubtful]
     return read_later(torch.cat([torch.stack(doubtful).any(1), ~finite] if doubtful else [~finite]))

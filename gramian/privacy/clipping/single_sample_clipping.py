@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
-from gramian.privacy.clipping.clip_factors import SLACK, ClippedBatch, clip_factors
+from gramian.privacy.clipping.clip_factors import SLACK, ClipFunction, ClippedBatch
 from gramian.privacy.clipping.clipping_plan import ClippingPlan
 from gramian.privacy.clipping.clipping_work import SumReceiver
 from gramian.privacy.clipping.refused_modules import layers_with_sites, refuse_mixing
@@ -119,11 +119,16 @@ class SingleSampleClipping:
     """Clips the gradient that autograd forms for one sample: no taps, any layer, weights used anywhere."""
 
     def __init__(
-        self, root: nn.Module, trained: Mapping[str, nn.Parameter], receiver: SumReceiver, options: PrivacyOptions
+        self,
+        root: nn.Module,
+        trained: Mapping[str, nn.Parameter],
+        receiver: SumReceiver,
+        options: PrivacyOptions,
+        clip: ClipFunction,
     ) -> None:
-        """Put hooks on the root and its parameters; `receiver` gets the clipped gradients."""
+        """Put hooks on the root and its parameters; `receiver` gets the clipped gradients, which `clip` scales."""
         self._trained, self._receiver = dict(trained), receiver
-        self._max_grad_norm, self._loss_scale = options.max_grad_norm, options.loss_scale
+        self._clip, self._loss_scale = clip, options.loss_scale
         self._factor = 1.0 if isinstance(options.loss_reduction, str) else 1.0 / options.loss_reduction
         self._root = weakref.ref(root)
         number = next(_keys)
@@ -307,16 +312,22 @@ class SingleSampleClipping:
         batch = self._forwards.pop(reached)
         if not gradients:
             return  # functional_call on other tensors
-        norm = self._norm(list(gradients.values()))
+        groups: dict[int, list[Tensor]] = {}
+        for name, gradient in gradients.items():
+            groups.setdefault(self._clip.groups[name], []).append(gradient)
+        norms = {group: self._norm(parts) for group, parts in groups.items()}
         slack = max(SLACK[g.dtype] for g in gradients.values())
-        factor = clip_factors(norm, self._max_grad_norm, slack)
+        factors = {group: self._clip.factors(norm, slack, group) for group, norm in norms.items()}
+        norm = torch.stack([*norms.values()]).norm()
         finite = bool(norm.isfinite())
-        self.last = ClippedBatch(norm.reshape(1)[:batch], factor.reshape(1)[:batch], int(not finite))
+        shown = self._clip.columns({group: factor.reshape(1) for group, factor in factors.items()})
+        self.last = ClippedBatch(norm.reshape(1)[:batch], shown[:batch] * finite, int(not finite))
         if finite and batch == 1:
             for name in self._trained:
                 if name in gradients:
                     gradient = gradients.pop(name)
-                    self._receiver.receive(name, gradient.mul_((factor * self._factor).to(gradient.device)))
+                    factor = factors[self._clip.groups[name]] * self._factor
+                    self._receiver.receive(name, gradient.mul_(factor.to(gradient.device)))
         self._receiver.settle()
         self.on_done()
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from gramian.core.dtypes import wide_dtype
 from gramian.privacy.clipping.clipping_work import ClippingWork
-from gramian.taps.gradients import ExplicitGradient, Outer, PerSampleGradient
+from gramian.taps.gradients import ExplicitGradient, GroupedOuter, Outer, PerSampleGradient
 from gramian.taps.records import ParameterRecord
 
 PRODUCTS_AHEAD = 4
@@ -18,7 +18,7 @@ def sum_small(work: ClippingWork) -> None:
     """Compute the clipped sums of all biases and norm layers into `work.totals`, with one sum for each device and dtype."""
     for gradients_BN, names in work.small_groups:
         with work.stopwatch.time("clip", "biases and norms", "sum", cuda=gradients_BN.is_cuda):
-            total_N = _weighted_sum(work, wide_dtype(work.trained[names[0]]), ExplicitGradient(gradients_BN))
+            total_N = _weighted_sum(work, wide_dtype(work.trained[names[0]]), ExplicitGradient(gradients_BN), names[0])
         sizes = [work.small_gradients[name].shape[1] for name in names]
         for name, total in zip(names, total_N.split(sizes), strict=True):
             work.totals[name] = total.reshape(work.trained[name].shape)
@@ -71,16 +71,16 @@ def sum_in_second_pass(work: ClippingWork, record: ParameterRecord) -> None:
         work.totals[record.parameter] = _weighted_sum(work, dtype, record.gradient, record.parameter)
 
 
-def _weighted_sum(work: ClippingWork, dtype: torch.dtype, gradient: PerSampleGradient, name: str = "") -> Tensor:
+def _weighted_sum(work: ClippingWork, dtype: torch.dtype, gradient: PerSampleGradient, name: str) -> Tensor:
     """Σ_i c_i g_i times the loss scale, in `dtype`: the gradients in `gradient`, weighted with c_i (times B for a mean loss).
 
     Samples that are not finite are left out; recomputed gradients of parameter `name` replace those whose norms lost digits.
     """
-    assert work.factors_B is not None
-    device = gradient.tensors()[0].device
-    if device not in work.weights:
-        work.weights[device] = (work.factors_B * work.info.factor).to(device)
-    weights_B = work.weights[device]
+    assert work.factors is not None
+    device, group = gradient.tensors()[0].device, work.clip.groups[name]
+    if (device, group) not in work.weights:
+        work.weights[device, group] = (work.factors[group] * work.info.factor).to(device)
+    weights_B = work.weights[device, group]
     if name in work.recomputed:
         return _sum_with_recomputed(work, dtype, gradient, name)
     if work.finite_runs is None:
@@ -93,11 +93,11 @@ def _weighted_sum(work: ClippingWork, dtype: torch.dtype, gradient: PerSampleGra
 
 def _sum_with_recomputed(work: ClippingWork, dtype: torch.dtype, gradient: PerSampleGradient, name: str) -> Tensor:
     """Clipped sum with recomputed gradients of the samples whose norms lost digits; rounded to `dtype` at the end."""
-    assert isinstance(gradient, Outer)
+    assert isinstance(gradient, Outer | GroupedOuter)
     chosen, explicit = work.recomputed.pop(name)
     if explicit is None:
-        explicit = ExplicitGradient(Outer(gradient.left_BTM[chosen], gradient.right_BTN[chosen]).per_sample())
-    weights_B = work.weights[chosen.device]
+        explicit = ExplicitGradient(gradient.picked(chosen).per_sample())
+    weights_B = work.weights[chosen.device, work.clip.groups[name]]
     total = explicit.weighted_total(weights_B[chosen], explicit.gradients_B.dtype)
     sure = torch.ones(gradient.batch, dtype=torch.bool, device=chosen.device)
     sure[chosen] = False

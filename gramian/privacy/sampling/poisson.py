@@ -18,11 +18,12 @@ _CHUNK = 2**19
 """Number of records whose random numbers are drawn at once: 4 MB of key stream."""
 
 
-def draw(key: bytes, draw_number: int, size: int, rate: float) -> NDArray[np.int64]:
+def draw(key: bytes, draw_number: int, size: int, rate: float, most: int | None = None) -> NDArray[np.int64]:
     """Indices, ascending, of one Poisson draw from `size` records: record i takes part, independently, if u_i < rate.
 
     u_i is the 53-bit uniform number made of the 32-bit words 2i and 2i+1 of the key stream with the draw number (below 2⁹⁶) as
-    nonce. Cost: 8·size bytes of key stream, about 10 ms for a million records.
+    nonce. Of more than `most` records those with the `most` smallest u_i stay: the u_i of drawn records are independent and
+    uniform in [0, rate), so that this is a random subset. Cost: 8·size bytes of key stream, about 10 ms for a million records.
 
     Raises:
         GramianError: for a rate outside (0, 1] or without records.
@@ -31,13 +32,18 @@ def draw(key: bytes, draw_number: int, size: int, rate: float) -> NDArray[np.int
         raise GramianError(f"sample_rate: {rate}; expected a probability in (0, 1]")
     if size < 1:
         raise GramianError(f"dataset: {size} records; expected at least 1")
-    found = []
+    found, numbers = [], []
     for at in range(0, size, _CHUNK):
         count = min(_CHUNK, size - at)
         words = chacha.words(key, draw_number, 2 * at, 2 * count).numpy().astype(np.uint64).reshape(count, 2)
         uniform = ((words[:, 0] << np.uint64(21)) | (words[:, 1] >> np.uint64(11))) * 2.0**-53
-        found.append(np.flatnonzero(uniform < rate) + at)
-    return np.concatenate(found)
+        drawn = np.flatnonzero(uniform < rate)
+        found.append(drawn + at)
+        numbers.append(uniform[drawn])
+    indices = np.concatenate(found)
+    if most is None or len(indices) <= most:
+        return indices
+    return np.sort(indices[np.argsort(np.concatenate(numbers), kind="stable")[:most]])
 
 
 def share(indices: NDArray[np.int64], rank: int, world_size: int) -> NDArray[np.int64]:
@@ -94,6 +100,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
         rank: rank of this process.
         world_size: number of ranks.
         max_physical_batch: largest number of records in one piece; None: all of the rank's records.
+        max_draw: largest number of records of a draw over all ranks, which larger ones are cut to; None: no limit.
     """
 
     def __init__(
@@ -107,6 +114,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
         rank: int = 0,
         world_size: int = 1,
         max_physical_batch: int | None = None,
+        max_draw: int | None = None,
     ) -> None:
         if steps < 1:
             raise GramianError(f"steps: {steps}; expected at least 1")
@@ -115,13 +123,13 @@ class PoissonBatchSampler(Sampler[list[int]]):
         self.key = key
         self.parts: int | None = None
         """Number of pieces of every draw, for loops that count batches; None: as max_physical_batch says."""
-        self.size, self.rate, self.steps = size, rate, steps
+        self.size, self.rate, self.steps, self.max_draw = size, rate, steps, max_draw
         self.rank, self.world_size, self.max_physical_batch = rank, world_size, max_physical_batch
         self._next_draw = next_draw
 
     def pieces_of(self, number: int) -> list[Piece]:
         """This rank's pieces (micro-batches) of the draw of this number, in order."""
-        indices = draw(self.key, number, self.size, self.rate)
+        indices = draw(self.key, number, self.size, self.rate, self.max_draw)
         mine = share(indices, self.rank, self.world_size)
         most = len(share(indices, 0, self.world_size))
         parts = self.parts or pieces(most, self.max_physical_batch)

@@ -33,6 +33,7 @@ class PrivateLoader(DataLoader[Any]):
         rank: rank of this process.
         world_size: number of data-parallel ranks.
         max_physical_batch: largest number of records in one batch; None: all of this rank's at once.
+        max_draw: largest number of records of a draw over all ranks, which larger ones are cut to; None: no limit.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class PrivateLoader(DataLoader[Any]):
         rank: int = 0,
         world_size: int = 1,
         max_physical_batch: int | None = None,
+        max_draw: int | None = None,
     ) -> None:
         size = _records_of(loader)
         if not expected_batch > 0:
@@ -63,6 +65,7 @@ class PrivateLoader(DataLoader[Any]):
             rank=rank,
             world_size=world_size,
             max_physical_batch=max_physical_batch,
+            max_draw=max_draw,
         )
         self._batches = _FilledPieces(self._draws)
         self._empty: Any = None

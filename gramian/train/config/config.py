@@ -40,9 +40,9 @@ ADDED_LATER = tuple(
         "kfac_use_woodbury", "kfac_big_threshold", "kfac_auto_rho", "kfac_auto_t_max", "kfac_eps", "woodbury_dtype",
         "woodbury_store_device", "ekfac", "one_sided", "strict",
     )
-)  # fmt: skip
-"""(section, key) of config keys that earlier versions did not have: the hash omits them while they are not set, so that runs of
-those versions can be resumed."""
+) + (("privacy", "clip_function"), ("privacy", "max_draw"))  # fmt: skip
+"""(section, key) of config keys that earlier versions did not have: the hash omits them while they have their default, so that
+runs of those versions can be resumed."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Config:
             if tables[section] is not None:
                 del tables[section][key]
         for section, key in ADDED_LATER:
-            if tables[section] is not None and tables[section][key] is None:
+            if tables[section] is not None and tables[section][key] == getattr(SECTIONS[section](), key):
                 del tables[section][key]
         return hashlib.blake2b(json.dumps(tables, sort_keys=True).encode(), digest_size=16).hexdigest()
 

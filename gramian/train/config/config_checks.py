@@ -107,12 +107,16 @@ def check_kfac_optimizer(
 
 
 def check_privacy(privacy: sections.PrivacySection, data: DataSection, run: sections.RunSection) -> None:
-    """Raise unless exactly one of noise_multiplier and target_epsilon is given, and privacy.proof is valid.
+    """Raise unless exactly one of noise_multiplier and target_epsilon is given, and max_draw and proof are valid.
 
     Also raises if decisions = "public_validation" and the validation data is a part of the private data.
     """
     if (privacy.noise_multiplier is None) == (privacy.target_epsilon is None):
         raise GramianError("privacy.noise_multiplier: expected either it or privacy.target_epsilon")
+    if privacy.max_draw is not None and privacy.accountant != "pld":
+        raise GramianError(
+            f'privacy.max_draw: has no bound in "{privacy.accountant}"; expected privacy.accountant = "pld"'
+        )
     check_proof(privacy.proof, "privacy.proof")
     if run.observe_every:
         raise GramianError("run.observe_every: gradients of private windows would have no noise; expected 0")

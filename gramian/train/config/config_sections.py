@@ -250,9 +250,15 @@ class PrivacySection:
     delta: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 1e-5
     """Failure probability δ of the privacy guarantee."""
     max_grad_norm: Positive = 1.0
-    """Norm that the gradient of each window is clipped to."""
-    accountant: Literal["prv", "rdp", "gdp"] = "prv"
+    """Norm that the gradient of each window is clipped to; with clip_function "adaptive" that of the first step."""
+    clip_function: Literal["flat", "per_layer", "automatic", "adaptive"] = "flat"
+    """Scaling of gradients g: min(1, C/|g|); the same for each layer's part, with C/√layers; C/(|g| + 0.01); or "flat" with a C
+    that follows the median of |g| privately."""
+    accountant: Literal["prv", "pld", "rdp", "gdp"] = "prv"
     """Method that computes ε."""
+    max_draw: Count | None = None
+    """Largest number of windows of a draw, to which larger draws are cut (truncated Poisson sampling; accountant "pld"); none:
+    no limit."""
     clipping: Literal["auto", "bookkeeping", "keep", "two_pass"] = "auto"
     """Implementation of per-sample clipping; "auto": chosen by the planner from time and memory."""
     proof: int | str = "auto"

@@ -24,6 +24,7 @@ from gramian.kernels.normal_tail import NORMALS_VERSION
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.privacy import PrivacyEngine
 from gramian.privacy.clipping.norm_histogram import BINS, FIELDS, histogram_metrics, norm_counts
+from gramian.privacy.private_account import ADJACENCY
 from gramian.train.config.config import Config
 from gramian.train.loop.deferred_metrics import StepOutcome
 from gramian.train.loop.objective import IGNORED
@@ -95,7 +96,10 @@ class PrivateStepper(Stepper):
             "optimizer": optimizer,
             "data_loader": loader,
             "max_grad_norm": options.max_grad_norm,
+            "clip_function": options.clip_function,
             "clipping": options.clipping,
+            "poisson_sampling": True if options.max_draw is None else "truncated",
+            "max_draw": options.max_draw,
             "proof": options.proof,
             "loss_reduction": "sum",
             "loss_scale": 1.0 if self.scaler is None else self.scaler,
@@ -242,6 +246,10 @@ class PrivateStepper(Stepper):
             "sample_rate": self.engine.sample_rate,
             "expected_batch": self.engine.expected_batch,
             "unit": "one window",
+            "adjacency": ADJACENCY,
+            "max_draw": self._options.max_draw,
+            "clip_function": self._options.clip_function,
+            "clip_norm": self.engine.clip_norm,
             "noise_generator": NORMALS_VERSION,
             "decisions": self._options.decisions,
             "insecure_reproducible": self._options.insecure_reproducible,
