@@ -36,6 +36,8 @@ def row_of(name: str, columns: list[str], known: Row, limit: int) -> Row:
     row: Row = {"class": _class(name), "cells": {}}
     study = None
     for column in columns:
+        if not has_cell(name, column):
+            continue
         signal.setitimer(signal.ITIMER_PROF, limit)
         try:
             if column == "K-FAC":
@@ -59,6 +61,11 @@ def row_of(name: str, columns: list[str], known: Row, limit: int) -> Row:
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
     return row
+
+
+def has_cell(name: str, column: str) -> bool:
+    """Whether a row has a cell in a column."""
+    return column == "K-FAC" or not (only := COLUMNS[column].only) or name in only
 
 
 def _class(name: str) -> str | None:
@@ -124,7 +131,11 @@ def main() -> None:
     known = json.loads(MATRIX.read_text())["rows"] if MATRIX.exists() else {}
     rows = in_turns(options.rows or names()) if not options.merge else []
     if options.missing:
-        rows = [name for name in rows if any(not _has(known.get(name, {}), column) for column in options.columns)]
+        rows = [
+            name
+            for name in rows
+            if any(has_cell(name, one) and not _has(known.get(name, {}), one) for one in options.columns)
+        ]
     jobs = [(name, options.columns, known.get(name, {}), options.limit) for name in rows]
     with in_double():  # what a column imports is imported once, before the processes of the rows start
         for column in [one for one in options.columns if one in COLUMNS] if jobs else []:

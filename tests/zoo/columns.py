@@ -5,6 +5,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,10 +82,10 @@ class Kept(torch.optim.SGD):
         return super().step(closure)
 
 
-def compiled(one: Example) -> Example:
-    """Compiled as a whole; its operators are those of eager mode."""
+def compiled(one: Example, backend: str = "aot_eager") -> Example:
+    """Compiled as a whole; with "aot_eager" its operators are those of eager mode."""
     torch._dynamo.reset()
-    one.model.compile(backend="aot_eager")
+    one.model.compile(backend=backend)
     return one
 
 
@@ -134,8 +135,15 @@ class Column:
     """Whether the gradients of single samples are those of the changed model."""
     double: bool = True
     """Whether transformers' modules compute in float64 what they write as float32."""
+    only: tuple[str, ...] = ()
+    """The rows that have such a cell; (): all."""
 
 
+ONE_OF_EACH_KIND = (
+    "llama", "bert", "t5", "vit", "wav2vec2", "llava", "mamba", "mixtral", "net.ResNet GroupNorm", "net.MLP-Mixer",
+    "nn.Linear", "nn.Conv2d", "nn.Embedding", "nn.LayerNorm", "nn.LSTM", "nn.MultiheadAttention",
+)  # fmt: skip
+"""Causal, masked, encoder-decoder, vision, speech and multimodal models, a state space, a mixture of experts, nets, layers."""
 COLUMNS: dict[str, Column] = {
     "norms": Column((norms,)),
     "private sum": Column((private_sum,)),
@@ -143,6 +151,7 @@ COLUMNS: dict[str, Column] = {
     "bf16": Column((norms, private_sum), in_bfloat16, own_loop=True, double=False),
     "LoRA": Column((norms, private_sum), with_adapters, own_loop=True),
     "compiled": Column((norms,), compiled),
+    "inductor": Column((norms, private_sum), partial(compiled, backend="inductor"), only=ONE_OF_EACH_KIND),
 }
 
 

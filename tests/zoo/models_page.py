@@ -15,7 +15,7 @@ SIGNS = {
     "late": "late",
     "none": "–",
 }
-COLUMNS = ("norms", "private sum", "checkpointed", "bf16", "LoRA", "compiled")
+COLUMNS = ("norms", "private sum", "checkpointed", "bf16", "LoRA", "compiled", "inductor")
 KINDS = {
     "": "Types of transformers",
     "net.": "Small networks, each built as published ones are",
@@ -42,6 +42,7 @@ either (it does not support checkpointing, has no linear layer, fails in bfloat1
   model's rounding: to 2⁻⁶ (four roundings), or 4 times the distance of the loop from the gradient of the batch, at most 0.1.
 - **LoRA**: norms and private sum of adapters of rank 4 on every linear layer, by `peft`, the model frozen.
 - **compiled**: norms, under `torch.compile(backend="aot_eager")` on the whole model.
+- **inductor**: norms and private sum, under `torch.compile` on the whole model; one model of each kind, and some layers.
 - **K-FAC**: the share of the parameters in Kronecker factors / in exact blocks / in a diagonal only; of types at their
   **default** configuration.
 """
