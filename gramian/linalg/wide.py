@@ -10,6 +10,8 @@ from gramian.core.dtypes import HALF, wide_dtype
 
 BLOCK = 2**24
 """Number of entries of a stored matrix that are converted to float32 or float64 at a time."""
+TENSOR_FLOAT_32 = 2.0**-10
+"""Relative rounding of the operands of products in TF32."""
 
 
 def pieces(count: int, each: int, most: int | None = None) -> Iterator[slice]:
@@ -49,6 +51,11 @@ def exact_float32() -> AbstractContextManager[None]:
 def tensor_float32() -> AbstractContextManager[None]:
     """A context in which float32 matrices are multiplied on tensor cores where there are any, operands rounded to TF32."""
     return _float32_products("high")
+
+
+def product_rounding() -> float:
+    """Relative rounding of the operands of float32 products that the user allows now: 0, 2⁻¹⁰ (TF32) or 2⁻⁸ (bfloat16)."""
+    return {"highest": 0.0, "high": TENSOR_FLOAT_32, "medium": 2.0**-8}[torch.get_float32_matmul_precision()]
 
 
 @contextmanager

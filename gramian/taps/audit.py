@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
-from gramian.linalg.wide import exact_float32, wide
+from gramian.linalg.wide import TENSOR_FLOAT_32, exact_float32, wide
 from gramian.parallel.tensor_parallel import TensorParallel, full_tensor
 from gramian.taps.gradients import PerSampleGradient
 from gramian.taps.gradients.directions import Directions
@@ -33,7 +33,6 @@ AGREES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.
 """Largest relative difference between the taps' gradient of a parameter and autograd's, by the narrowest dtype in either."""
 PROJECTED = 8
 """Largest allowed root-mean-square difference of projected gradients, as a multiple of the expected rounding error."""
-TENSOR_FLOAT_32 = 2.0**-10
 TURNS = 16
 """Once its entire gradient was compared, a parameter is compared in one of this many backwards, by projections."""
 TINY = torch.finfo(torch.float32).tiny
@@ -45,8 +44,8 @@ class Projections:
 
     directions: dict[tuple[tuple[int, ...], torch.device], Directions]
     """Random directions by parameter shape and device; the model's hub stores them, so that they are drawn once."""
-    tensor_float_32: bool
-    """True if the user's own products of float32 matrices may be rounded to TF32; inside a backward, taps switch that off."""
+    product_rounding: float
+    """Relative rounding of the operands that the user allows in float32 products; inside a backward, taps allow none."""
     explained: dict[str, list[Tensor]] = field(default_factory=dict)
     """{parameter: terms [n, K] for each of its records}; their sum is the taps' gradient, projected on K directions."""
     arrived: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -116,9 +115,9 @@ class Projections:
         Convolutions (`axes` > 2) have a TF32 switch of their own.
         """
         eps = torch.finfo(dtype).eps
-        rounds = self.tensor_float_32 or (axes > 2 and torch.backends.cudnn.allow_tf32)
-        if device.type == "cuda" and dtype == torch.float32 and rounds:
-            eps = TENSOR_FLOAT_32
+        if dtype == torch.float32:
+            convolves = device.type == "cuda" and axes > 2 and torch.backends.cudnn.allow_tf32
+            eps = max(eps, self.product_rounding, TENSOR_FLOAT_32 if convolves else 0.0)
         self._rounding[name] = max(eps, self._rounding.get(name, 0.0))
 
 
@@ -261,7 +260,10 @@ class Audit:
             info = torch.finfo(dtype)
             below_normal = info.smallest_normal * got.numel() ** 0.5  # where numbers lie evenly, eps of it apart
             rounding = info.eps * (magnitude + below_normal)
-            allowed = AGREES[dtype] * got.norm() + 8 * rounding
+            agrees = (
+                AGREES[dtype] if dtype != torch.float32 else max(AGREES[dtype], 4 * self._projections.product_rounding)
+            )
+            allowed = agrees * got.norm() + 8 * rounding
             if terms:
                 allowed = allowed + min(1.0, info.eps * terms) * magnitude
             error = (got - total).norm()

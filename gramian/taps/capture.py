@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gramian.core.errors import GramianError
+from gramian.linalg.wide import product_rounding
 from gramian.parallel.all_reduce import all_reduce
 from gramian.parallel.placement import place_like
 from gramian.taps.audit import TURNS, Audit, Projections
@@ -91,7 +92,7 @@ class Capture:
         self.proof, self._forwards = proof, 0
         self._group, self._audit_wanted = process_group, audit
         self._audit: Audit | None = None
-        self._tensor_float_32 = False
+        self._product_rounding = 0.0
         self._sums: list[Any] = []
         self._state = "new"
         self._failed: list[Statistic] = []
@@ -111,7 +112,7 @@ class Capture:
             raise GramianError("capture: was entered before; expected a new capture for every with block")
         self._hub.attach(self)
         self._state = "open"
-        self._tensor_float_32 = torch.get_float32_matmul_precision() != "highest"
+        self._product_rounding = product_rounding()
         self._sums = [statistic.start(self._hub.parameters) for statistic in self.statistics]
         self._audit = self._new_audit()
         return self
@@ -133,7 +134,7 @@ class Capture:
         if not self._audit_wanted or hub.rule.withholds:
             return None
         audit = Audit(
-            chosen, Projections(hub.directions, self._tensor_float_32), known, tensor_parallel, lambda: hub.live
+            chosen, Projections(hub.directions, self._product_rounding), known, tensor_parallel, lambda: hub.live
         )
         for name, p in self._plain_parameters():
             audit.watch(name, p)

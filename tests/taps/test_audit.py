@@ -419,9 +419,9 @@ def test_the_users_leave_to_round_products_to_tf32_counts_in_every_backward(monk
     model, ids = _net(torch.float32)
     seen = []
 
-    def projections(directions: Any, tensor_float_32: bool) -> Projections:
-        seen.append(tensor_float_32)
-        return Projections(directions, tensor_float_32)
+    def projections(directions: Any, product_rounding: float) -> Projections:
+        seen.append(product_rounding)
+        return Projections(directions, product_rounding)
 
     monkeypatch.setattr("gramian.taps.capture.Projections", projections)
     before = torch.get_float32_matmul_precision()
@@ -432,7 +432,26 @@ def test_the_users_leave_to_round_products_to_tf32_counts_in_every_backward(monk
                 _next_token(model, ids).backward()
     finally:
         torch.set_float32_matmul_precision(before)
-    assert seen == [True] * 3
+    assert seen == [2.0**-10] * 3
+
+
+def test_products_that_the_user_lets_round_to_bfloat16_are_no_false_alarm() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)), torch.randn(4, 200, 64)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")  # which processors without such products ignore
+    try:
+        for _ in range(4):
+            with gramian.per_sample_norms(model, loss_reduction="sum") as norms:
+                model(x).square().sum().backward()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    alone = torch.stack([torch.cat([g.flatten() for g in _gradients(model, x[i])]).norm() for i in range(4)])
+    torch.testing.assert_close(norms.values, alone, rtol=0.02, atol=0.0)
+
+
+def _gradients(model: nn.Module, sample: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(model(sample[None]).square().sum(), list(model.parameters()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

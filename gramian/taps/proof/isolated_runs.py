@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gramian.linalg.wide import exact_float32
 from gramian.parallel.data_parallel import local
 from gramian.taps.model.preserve_state import preserve_state
 from gramian.taps.model.run_eagerly import run_eagerly
@@ -14,7 +15,7 @@ from gramian.taps.model.run_eagerly import run_eagerly
 
 @contextmanager
 def undisturbed(root: nn.Module, arguments: Iterable[Any]) -> Iterator[None]:
-    """Context manager for runs of a proof: restores the model afterwards; inside, compiled modules run eagerly.
+    """Context manager for runs of a proof; inside, compiled modules run eagerly and float32 products are exact.
 
     Inside, saved-tensor hooks that were set around the model (checkpoints) are not called, and weight matrices that are all
     zero have random values, because no gradient would flow through them. Random generators among `arguments`, those of the
@@ -23,6 +24,7 @@ def undisturbed(root: nn.Module, arguments: Iterable[Any]) -> Iterator[None]:
     with (
         preserve_state(root, counters=True, arguments=arguments),
         run_eagerly(),
+        exact_float32(),
         _without_hooks_around(),
         zeros_filled(root),
     ):
