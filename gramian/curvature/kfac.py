@@ -115,6 +115,8 @@ class KFACNaturalGradient(SavedFactors, FisherSpectrum):
         """
         given = {name: value for name, value in locals().items() if name not in ("self", "process_group")}
         self.state = CurvatureState(Options(**given), process_group)
+        self.public = False
+        """True if the user says that no factor was made of private data: `make_private(metric=…)` asks for it."""
 
     @property
     def options(self) -> Options:
@@ -340,7 +342,7 @@ class KFACNaturalGradient(SavedFactors, FisherSpectrum):
 
     def record(self) -> dict[str, Any]:
         """A JSON-able dict of the computation: options, versions, seeds, and every layer's estimate, damping and clip."""
-        return curvature_record.record(self.state)
+        return {**curvature_record.record(self.state), "public": self.public}
 
     def plan(
         self,

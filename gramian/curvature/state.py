@@ -61,6 +61,8 @@ class CurvatureState:
     """Number of captures and collections that made new factors."""
     last_refresh: int | None = None
     """Number of the step (capture or collection) at which new factors were last made; None: there are none yet."""
+    private: bool = False
+    """True once a capture observed a model in private training: the factors depend on its data."""
     capturing: bool = False
     """True inside the `with` block of a capture."""
     dropped: list[dict[str, Any]] = field(default_factory=list)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gramian.core.errors import GramianError
+from gramian.curvature import KFACNaturalGradient
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.privacy.accounting.ledger import Ledger
 from gramian.privacy.accounting.noise_search import find_noise_multiplier
@@ -102,6 +103,7 @@ class PrivacyEngine(PrivateAccount):
         sample_rate: float | None = None,
         tuning: Tuning | None = None,
         proof: str | int = "auto",
+        metric: KFACNaturalGradient | None = None,
         **opacus: Any,
     ) -> tuple[nn.Module, Optimizer, Any]:
         """Make training private: hook the model and the optimizer's step, and draw batches by Poisson sampling.
@@ -139,6 +141,8 @@ class PrivacyEngine(PrivateAccount):
             proof: row proof, which checks that each row of a layer's tensors depends on its sample alone. "auto": on the first
                 batch of every structure of inputs, and repeated in part on about one step in 1000; a number n: repeated on one
                 step in n; "off": trust the shapes, which is recorded.
+            metric: K-FAC factors of PUBLIC data (`kfac.public = True` says so): norms are those of (F + damping)^(-1/2) g, and
+                the noise is (F + damping)^(1/2) times it, at the same ε. Refreshes count from the next draw on. None: plain.
             **opacus: `grad_sample_mode`, `secure_mode`, `noise_generator`, `criterion` and `batch_first` of Opacus' function.
                 They are accepted if they ask for what gramian does anyway; otherwise the error names what to use instead.
 
@@ -178,6 +182,7 @@ class PrivacyEngine(PrivateAccount):
             sample_rate=sample_rate,
             tuning=tuning or Tuning(),
             proof=ProofLog(proof),
+            metric=metric,
             ledger=self._ledger,
             stopwatch=self.stopwatch,
         )
@@ -319,6 +324,11 @@ class PrivacyEngine(PrivateAccount):
             GramianError: before the first `make_private`.
         """
         return (self._model or self._active()).proof_record()
+
+    @property
+    def metric(self) -> dict[str, Any] | None:
+        """What the metric of clipping and noise rests on, as JSON values; None without one, and if no model is private."""
+        return None if self._installed is None or self._installed.metric is None else self._installed.metric.record()
 
     @property
     def plan(self) -> ClippingPlan | None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from gramian.core.errors import GramianError
+from gramian.curvature import KFACNaturalGradient
 from gramian.parallel.data_parallel import ReducerOff, unsharded_units
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.privacy.accounting.accountant import Kind
@@ -31,6 +32,7 @@ from gramian.privacy.clipping.refused_modules import layers_with_sites, refuse_m
 from gramian.privacy.clipping.single_sample_clipping import SingleSampleClipping
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.privacy.clipping.trained_parameters import trained_parameters
+from gramian.privacy.metric.public_metric import PublicMetric
 from gramian.privacy.options import PrivacyOptions, Tuning, innermost, sampling_rate
 from gramian.privacy.private_step import PrivateStep
 from gramian.privacy.sampling.dataset_fingerprint import dataset_fingerprint
@@ -70,6 +72,7 @@ class PrivateModel:
         sample_rate: float | None,
         tuning: Tuning,
         proof: ProofLog,
+        metric: KFACNaturalGradient | None,
         ledger: Ledger,
         stopwatch: Stopwatch,
     ) -> None:
@@ -103,6 +106,7 @@ class PrivateModel:
             warnings.warn(
                 "poisson_sampling: is off; epsilon is computed as if every batch were a Poisson draw", stacklevel=3
             )
+        self.metric = None if metric is None else PublicMetric(metric, self.root, self.trained, self.parallel)
         self.clip = ClipFunction(options.clip_function, options.max_grad_norm, list(self.trained))
         self.quantile: PrivateQuantile | None = None
         if options.clip_function == "adaptive":
@@ -170,7 +174,8 @@ class PrivateModel:
         drawn = options.poisson_sampling and isinstance(records, Sized) and not isinstance(records, IterableDataset)
         data = dataset_fingerprint(records) if drawn else None
         device = next(iter(self.trained.values())).device
-        weights = partial(weight_digest, self.root, self._optimizer, self.trained, self.parallel)
+        metric = None if self.metric is None else self.metric.digest
+        weights = partial(weight_digest, self.root, self._optimizer, self.trained, self.parallel, metric)
         stack.callback(self._ledger.close)
         self._kind: Kind = (options.noise_multiplier, rate.sample_rate, *self._truncation())
         self._ledger.open(marked, data, self._kind, self.parallel, device, weights)
@@ -227,6 +232,7 @@ class PrivateModel:
             self._stopwatch,
             self.clip,
             self.quantile,
+            self.metric,
         )
         self.clipping.on_begin, self.clipping.on_done = self.step.before_backward, self.step.after_backward
         handle = self._optimizer.register_step_pre_hook(torch.compiler.disable(self.step.hook, reason=EAGER))
@@ -237,14 +243,24 @@ class PrivateModel:
         stack.callback(handle.remove)
 
     def _install_on_root(self, stack: ExitStack) -> SingleSampleClipping:
-        clipping = SingleSampleClipping(self.root, self.trained, self.sums, self.options, self.clip)
+        clipping = SingleSampleClipping(self.root, self.trained, self.sums, self.options, self.clip, self.metric)
         clipping.on_inputs = self._check_inputs
         stack.callback(clipping.remove)
         return clipping
 
     def _install_taps(self, stack: ExitStack) -> Clipping:
         hub, proof = hub_of(self.root), self.proof.option
-        clipping = Clipping(hub, self.trained, self.sums, self.options, self._tuning, self._stopwatch, proof, self.clip)
+        clipping = Clipping(
+            hub,
+            self.trained,
+            self.sums,
+            self.options,
+            self._tuning,
+            self._stopwatch,
+            proof,
+            self.clip,
+            self.metric,
+        )
         clipping.proof_is_due, clipping.proof_failed = self.proof_is_due, self._proof_failed
         hub.proof.know_loader(self._samples_alone)
         bypass = BypassDetector(self.trained, lambda: hub.live)

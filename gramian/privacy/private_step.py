@@ -22,6 +22,7 @@ from gramian.privacy.clipping.loss_scaling import scaling_at
 from gramian.privacy.clipping.private_quantile import PrivateQuantile
 from gramian.privacy.clipping.single_sample_clipping import SingleSampleClipping
 from gramian.privacy.clipping.step_timing import Stopwatch
+from gramian.privacy.metric.public_metric import PublicMetric
 from gramian.privacy.noise.element_noise import NoisePlan
 from gramian.privacy.options import PrivacyOptions, SamplingRate
 from gramian.privacy.sampling.draw_progress import DrawProgress
@@ -43,12 +44,14 @@ class PrivateStep:
         stopwatch: Stopwatch,
         clip: ClipFunction,
         quantile: PrivateQuantile | None,
+        metric: PublicMetric | None,
     ) -> None:
         """Store the parts; `clipping` computes the clipped sums of each backward and adds them to `sums`.
 
-        `clip` says how large they are, and with "adaptive" `quantile` changes it with every release.
+        `clip` says how large they are, and with "adaptive" `quantile` changes it with every release. Norms are measured, and
+        noise is drawn, in the `metric`, if there is one.
         """
-        self._clip, self._quantile = clip, quantile
+        self._clip, self._quantile, self._metric = clip, quantile, metric
         self._options, self._rate, self._trained, self._outside = options, rate, dict(trained), outside
         self._sums, self._clipping, self._ledger, self._stopwatch = sums, clipping, ledger, stopwatch
         self.on_clipped: Callable[[ClippedBatch], None] = lambda clipped: None
@@ -69,6 +72,8 @@ class PrivateStep:
         self._sums.forget()
         if self._quantile is not None:
             self._quantile.forget()
+        if self._metric is not None:
+            self._metric.end_draw()
 
     def begin_piece(self, piece: Piece) -> None:
         """Begin a piece (micro-batch) of a Poisson draw, whose batch the loader yields now.
@@ -88,6 +93,8 @@ class PrivateStep:
                 number of records.
         """
         self._outside.refuse()
+        if self._metric is not None:
+            self._metric.begin_draw()
         self._sums.begin()
         limit = self._options.max_physical_batch
         if limit is not None and rows > limit:
@@ -151,13 +158,18 @@ class PrivateStep:
             self._forget()  # it has no noise
             raise
         unchanged = self._sums.compare(scaling)
+        if self._metric is not None:
+            self._metric.begin_draw()  # of a draw without a sample
+            self._metric.agree()
         number = self._ledger.begin()
         self.progress.passes_since_step = 0
         options = self._options
         with torch.no_grad(), self._stopwatch.time("step", cuda=next(iter(self._trained.values())).is_cuda):
             sigma = options.noise_multiplier if self._quantile is None else self._quantile.noise_multiplier
             std = sigma * self._clip.sensitivity
-            self._sums.release(self._noise, number, std, self._rate.expected_batch, scaling)
+            self._sums.release(self._noise, number, std, self._rate.expected_batch, scaling, self._metric)
+            if self._metric is not None:
+                self._metric.end_draw()
             if self._quantile is not None:
                 key, device = self._ledger.secrets.subkey("quantile"), next(iter(self._trained.values())).device
                 self._ledger.clip_norm = self._quantile.release(key, number, device)

@@ -655,11 +655,11 @@ BUGS = (
             Edit(
                 "sample_norms:_add_doubtful",
                 "work.doubtful.append(norms)",
-                "work.add(next(iter(outers)), norms.squares_B); work.doubtful.append(norms)",
+                "work.add(next(iter(gradients)), norms.squares_B); work.doubtful.append(norms)",
             ),
             Edit(
                 "sample_norms:confirm_factors",
-                "_recompute(work, norms, doubtful)\n        work.add(next(iter(norms.outers)), norms.squares_B)",
+                "_recompute(work, norms, doubtful)\n        work.add(next(iter(norms.gradients)), norms.squares_B)",
                 "before_B = norms.squares_B.clone(); _recompute(work, norms, doubtful)\n"
                 "        work.squares[0] = work.squares[0] + (norms.squares_B - before_B)",
             ),

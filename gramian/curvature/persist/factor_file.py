@@ -42,6 +42,7 @@ COUNTERS = {
     "dropped": "dropped",
     "_softmax_checked": "softmax_checked",
     "observed": "observed",
+    "private": "private",
 }
 """{key in a saved state: attribute of `CurvatureState`}."""
 
@@ -236,7 +237,11 @@ def _counters(saved: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("steps", "refreshes"):
         if not isinstance(saved[name], int) or saved[name] < 0:
             raise GramianError(f"state: {name} is {saved[name]!r}; expected an integer of at least 0")
-    return {key: copy.deepcopy(saved[key]) for key in COUNTERS if key != "observed"} | {"observed": _observed(saved)}
+    later = {
+        "observed": _observed(saved),
+        "private": bool(saved.get("private", False)),
+    }  # that earlier versions do not have
+    return {key: copy.deepcopy(saved[key]) for key in COUNTERS if key not in later} | later
 
 
 def _observed(saved: Mapping[str, Any]) -> dict[str, str]:

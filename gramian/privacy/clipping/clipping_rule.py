@@ -22,9 +22,10 @@ from gramian.privacy.clipping.clip_factors import SLACK, ClipFunction, ClippedBa
 from gramian.privacy.clipping.clipping_plan import ClippingPlan, ClippingRow
 from gramian.privacy.clipping.clipping_planner import REMEMBERED, ClippingPlanner, share_of
 from gramian.privacy.clipping.clipping_work import ClippingWork, SavedForClipping, SumReceiver
-from gramian.privacy.clipping.sample_norms import add_norms, confirm_factors, guess_factors
+from gramian.privacy.clipping.sample_norms import add_metric_norms, add_norms, confirm_factors, guess_factors
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.privacy.clipping.weighted_sums import sum_ahead, sum_in_second_pass, sum_small, take_sum
+from gramian.privacy.metric.public_metric import PublicMetric
 from gramian.privacy.options import PrivacyOptions, Tuning
 from gramian.taps.gradients.per_sample_gradient import flat
 from gramian.taps.hub import Hub
@@ -53,13 +54,14 @@ class Clipping:
         stopwatch: Stopwatch,
         proof: str | int,
         clip: ClipFunction,
+        metric: PublicMetric | None = None,
     ) -> None:
         """Create the rule for the model of `hub`; nothing is installed yet.
 
-        Norms cover the parameters in `trained`; `receiver` gets their clipped sums in this order, and `clip` scales gradients.
-        `proof` is the option of `make_private`.
+        Norms cover the parameters in `trained`; `receiver` gets their clipped sums in this order, and `clip` scales gradients
+        by their norms in the `metric`, if there is one. `proof` is the option of `make_private`.
         """
-        self._clip = clip
+        self._clip, self._metric = clip, metric
         self.proof = proof
         self.proof_is_due: Callable[[], bool] = lambda: False
         """Function called before every forward; True: repeat the row proof (each row depends on its sample alone) on this
@@ -175,10 +177,11 @@ class Clipping:
         row = self._row(work, record)
         work.slack = max(work.slack, SLACK[record.gradient.dtype])
         with work.time("norm", record.parameter, record.gradient, row.way):
-            if row.way == "sum":
+            block = None if work.metric is None else work.metric.blocks.get(record.parameter)
+            if block is None and row.way == "sum":
                 work.small_gradients[record.parameter] = flat(record.gradient.per_sample())
                 return
-            gradient = add_norms(work, record, row)
+            gradient = add_norms(work, record, row) if block is None else add_metric_norms(work, record, row, block)
         if not work.norms_only:
             work.saved[record.parameter] = SavedForClipping.of(gradient)
             work.saved_bytes += row.held
@@ -207,6 +210,7 @@ class Clipping:
             norms_only=self.another_backward_follows,
             ignored=not accumulates(self._leaf),
             placeholder=info.number in self._placeholders,
+            metric=self._metric,
             start_time=self._stopwatch.now(self._cuda),
         )
         if work.plan is not None:

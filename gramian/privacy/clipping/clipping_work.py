@@ -1,6 +1,6 @@
 """The state of one backward that is being clipped: squared norms so far, gradients saved for the sums, clip factors."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,7 +11,8 @@ from gramian.core.errors import GramianError
 from gramian.privacy.clipping.clip_factors import ClipFunction
 from gramian.privacy.clipping.clipping_plan import ClippingPlan, ClippingRow
 from gramian.privacy.clipping.step_timing import Stopwatch
-from gramian.taps.gradients import ExplicitGradient, GroupedOuter, Outer, PerSampleGradient
+from gramian.privacy.metric.public_metric import PublicMetric
+from gramian.taps.gradients import ExplicitGradient, Outer, PerSampleGradient
 from gramian.taps.records import PassInfo
 
 
@@ -32,9 +33,11 @@ class DoubtfulNorms:
     Digits are lost where the gradients of a sample's tokens cancel. Whether there are such samples is read once for all layers.
     """
 
-    outers: Mapping[str, Outer | GroupedOuter]
+    gradients: Mapping[str, PerSampleGradient]
     squares_B: Tensor
     doubtful_B: Tensor
+    measure: Callable[[Mapping[str, PerSampleGradient]], Tensor]
+    """Squared norms [B] of such gradients, once they are formed."""
 
 
 @dataclass
@@ -73,6 +76,8 @@ class ClippingWork:
     """True if `torch.autograd.grad` runs, not `backward()`: no parameter gets a gradient, and nothing is clipped."""
     placeholder: bool
     """True if the batch has no samples: the gradients belong to a row of zeros in their place."""
+    metric: PublicMetric | None
+    """The metric in which norms are measured; None: the Euclidean one."""
     start_time: Any
     """Time at which the backward reached the first layer; None if the stopwatch is off."""
     rows: dict[str, ClippingRow] = field(default_factory=dict)
@@ -82,6 +87,8 @@ class ClippingWork:
     """{number of a norm of the clip function: sum over its parameters so far of each sample's squared gradient norm: [B]}."""
     gram_group: dict[str, Outer] = field(default_factory=dict)
     """{parameter: gradient} of layers with the same input or output gradient, whose norms will be computed together."""
+    incomplete: dict[str, dict[str, PerSampleGradient]] = field(default_factory=dict)
+    """{block of the metric: gradients of those of its parameters that the backward has reached}, until it has reached all."""
     doubtful: list[DoubtfulNorms] = field(default_factory=list)
     recomputed: dict[str, tuple[Tensor, ExplicitGradient | None]] = field(default_factory=dict)
     """{parameter: (indices of doubtful samples, their gradients in float32 or float64)}, for samples whose norms lost digits.

@@ -23,6 +23,7 @@ from gramian.privacy.audit.change_detection import ChangeDetector
 from gramian.privacy.clipping.deferred_read import read_later
 from gramian.privacy.clipping.loss_scaling import Scaling
 from gramian.privacy.clipping.step_timing import Stopwatch
+from gramian.privacy.metric.public_metric import PublicMetric
 from gramian.privacy.noise.element_noise import NoisePlan
 
 IN_FLIGHT = 8
@@ -237,15 +238,35 @@ class GradientSums:
                     self.moved[name] += part
                 p.grad = None
 
-    def release(self, noise: NoisePlan, number: int, std: float, expected_batch: float, scaling: Scaling) -> None:
+    def release(
+        self,
+        noise: NoisePlan,
+        number: int,
+        std: float,
+        expected_batch: float,
+        scaling: Scaling,
+        metric: PublicMetric | None = None,
+    ) -> None:
         """Set p.grad = (sum over micro-batches and processes + std · noise of release `number`) / expected_batch. Collective.
 
-        `scaling` tells which factors of a loss scale are still in the gradients. The noise of up to 2²⁶ elements is one launch;
+        `scaling` tells which factors of a loss scale are still in the gradients. With a `metric` W the noise is W⁻¹ times it,
+        layer by layer, formed as a whole on every process. The noise of up to 2²⁶ elements is one launch;
         under DDP it begins when their sums over processes have arrived, and those of the next parameters are on their way.
         """
         noise_std: float | Tensor = std if scaling.inside is None else std * scaling.inside
         waiting: list[tuple[str, Tensor, Any]] = []
         elements = 0
+        blocks = {} if metric is None else metric.blocks
+        ready: dict[str, Tensor] = {}
+
+        def coloured(name: str, total: Tensor) -> Tensor:
+            """This process's rows of the noise of a parameter in the metric; made for all of its block at once."""
+            if name not in ready:
+                drawn = {other: self._drawn(noise, other, noise_std, number) for other in blocks[name].spec.parameters}
+                ready.update(blocks[name].coloured(drawn))
+            rows = self._rows_of(name)
+            whole = ready.pop(name)
+            return (whole if rows is None else whole[slice(*rows)]).to(total)
 
         def finish(some: list[tuple[str, Tensor, Any]]) -> None:
             totals = []
@@ -261,11 +282,17 @@ class GradientSums:
                     total if total.dtype == (p := self.trained[name]).dtype else self._rounded_copy(p)
                     for (name, *_), total in zip(some, totals, strict=True)
                 ]
-                if std > 0:
-                    places = [self._place(noise, name, total) for (name, *_), total in zip(some, totals, strict=True)]
-                    noise.add_noise_to(targets, totals, places, noise_std, number, 1 / expected_batch)
-                else:
-                    torch._foreach_copy_(targets, torch._foreach_div(totals, expected_batch))
+                plain, done = [], []
+                for (name, *_), target, total in zip(some, targets, totals, strict=True):
+                    if std > 0 and name not in blocks:
+                        plain.append((target, total, self._place(noise, name, total)))
+                    else:
+                        done.append((target, total if std == 0 else total + coloured(name, total)))
+                if plain:
+                    noise.add_noise_to(*zip(*plain, strict=True), noise_std, number, 1 / expected_batch)
+                if done:
+                    into, sums = zip(*done, strict=True)
+                    torch._foreach_copy_(into, torch._foreach_div(sums, expected_batch))
             for (name, *_), target in zip(some, targets, strict=True):
                 p = self.trained[name]
                 if isinstance(p, DTensor) or target.stride() != p.stride():
@@ -294,9 +321,19 @@ class GradientSums:
 
     def _place(self, noise: NoisePlan, name: str, total: Tensor) -> int:
         """Place in the key stream of the first element that this process stores of a parameter."""
+        return noise.place(name, total.shape, self._rows_of(name))
+
+    def _rows_of(self, name: str) -> tuple[int, int] | None:
         if name not in self._rows:
             self._rows[name] = local_rows(self.trained[name])
-        return noise.place(name, total.shape, self._rows[name])
+        return self._rows[name]
+
+    def _drawn(self, noise: NoisePlan, name: str, std: float | Tensor, number: int) -> Tensor:
+        """std · noise of release `number` for all of a parameter, whichever process stores it."""
+        p = self.trained[name]
+        found = torch.zeros(p.shape, dtype=wide_dtype(p), device=p.device)
+        noise.add_noise_to([found], [found], [noise.place(name, p.shape)], std, number)
+        return found
 
     def _sum_of_pieces(self, name: str, scaling: Scaling) -> Tensor:
         """This process's sum over the micro-batches of the Poisson draw; in float32 or float64 if more is added to it."""

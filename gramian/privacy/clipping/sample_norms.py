@@ -18,6 +18,7 @@ from gramian.privacy.clipping.clip_factors import ClippedBatch
 from gramian.privacy.clipping.clipping_plan import ClippingRow
 from gramian.privacy.clipping.clipping_work import ClippingWork, DoubtfulNorms
 from gramian.privacy.clipping.deferred_read import read_later
+from gramian.privacy.metric.metric_block import MetricBlock
 from gramian.taps.gradients import ExplicitGradient, GroupedOuter, Outer, PerSampleGradient
 from gramian.taps.gradients.outer import direct_of, gram_of, same_tensor
 from gramian.taps.records import ParameterRecord
@@ -50,6 +51,38 @@ def add_norms(work: ClippingWork, record: ParameterRecord, row: ClippingRow) -> 
     else:
         work.add(record.parameter, gradient.squared_norms())
     return gradient
+
+
+def add_metric_norms(
+    work: ClippingWork, record: ParameterRecord, row: ClippingRow, block: MetricBlock
+) -> PerSampleGradient:
+    """`add_norms` in a metric, whose block has this parameter: norms are added once the backward has reached all of the block.
+
+    Returns:
+        The gradient, not whitened, from which the clipped sum will be formed.
+    """
+    gradient, parts = record.gradient, work.incomplete.setdefault(block.spec.name, {})
+    if row.way == "keep" and not work.norms_only:
+        gradient = ExplicitGradient(_per_sample_in_own_dtype(gradient), gradient.dtype)
+    elif record.borrowed:
+        gradient = gradient.copy()
+    parts[record.parameter] = gradient
+    if len(parts) == len(block.spec.parameters):
+        _measure_in_metric(work, block, work.incomplete.pop(block.spec.name), row.way)
+    return gradient
+
+
+def _measure_in_metric(
+    work: ClippingWork, block: MetricBlock, gradients: Mapping[str, PerSampleGradient], way: str
+) -> None:
+    """Add ‖W g_i‖² of one block of the metric W, from the gradients of those of its parameters that have one."""
+    outer = block.whitened_outer(gradients)
+    if outer is None or outer.tokens == 1:
+        work.add(next(iter(gradients)), block.squares(gradients) if outer is None else outer.squared_norms())
+        return
+    way = way if way in ("gram", "direct") else outer.algorithm("auto")
+    squares_B, doubtful_B = gram_of([outer]) if way == "gram" else direct_of(outer)
+    _add_doubtful(work, gradients, squares_B, doubtful_B, block.squares)
 
 
 def _per_sample_in_own_dtype(gradient: PerSampleGradient) -> Tensor:
@@ -88,13 +121,21 @@ def flush_gram_group(work: ClippingWork) -> None:
         _add_doubtful(work, outers, *gram_of([*outers.values()]))
 
 
+def _sum_of_squares(gradients: Mapping[str, PerSampleGradient]) -> Tensor:
+    return torch.stack([gradient.squared_norms() for gradient in gradients.values()]).sum(0)
+
+
 def _add_doubtful(
-    work: ClippingWork, outers: Mapping[str, Outer | GroupedOuter], squares_B: Tensor, doubtful_B: Tensor
+    work: ClippingWork,
+    gradients: Mapping[str, PerSampleGradient],
+    squares_B: Tensor,
+    doubtful_B: Tensor,
+    measure: Callable[[Mapping[str, PerSampleGradient]], Tensor] = _sum_of_squares,
 ) -> None:
-    norms = DoubtfulNorms(outers, squares_B, doubtful_B)
+    norms = DoubtfulNorms(gradients, squares_B, doubtful_B, measure)
     if work.norms_only:  # the tensors will not be there later
         _recompute(work, norms, bool(doubtful_B.any()))
-        work.add(next(iter(outers)), norms.squares_B)
+        work.add(next(iter(gradients)), norms.squares_B)
     else:
         work.doubtful.append(norms)
 
@@ -103,12 +144,11 @@ def _recompute(work: ClippingWork, norms: DoubtfulNorms, doubtful: bool) -> None
     """Where norms are doubtful (digits lost), form those gradients in float32 or float64 and set exact squared norms."""
     if not doubtful:
         return
-    chosen, squares_K = norms.doubtful_B.nonzero()[:, 0], []
-    for name, outer in norms.outers.items():
-        explicit = ExplicitGradient(outer.picked(chosen).per_sample())
-        squares_K.append(explicit.squared_norms())
-        work.recomputed[name] = (chosen, None if work.norms_only else explicit)
-    norms.squares_B[chosen] = torch.stack(squares_K).sum(0)
+    chosen = norms.doubtful_B.nonzero()[:, 0]
+    explicit = {name: ExplicitGradient(g.picked(chosen).per_sample()) for name, g in norms.gradients.items()}
+    for name, gradient in explicit.items():
+        work.recomputed[name] = (chosen, None if work.norms_only else gradient)
+    norms.squares_B[chosen] = norms.measure(explicit).to(norms.squares_B)
 
 
 def guess_factors(work: ClippingWork) -> tuple[ClippedBatch, dict[int, Tensor], Callable[[], list[bool]]]:
@@ -119,6 +159,10 @@ def guess_factors(work: ClippingWork) -> tuple[ClippedBatch, dict[int, Tensor], 
         that waits for the device and returns the flags for `confirm_factors`.
     """
     flush_gram_group(work)
+    for gradients in work.incomplete.values():  # their other parameters got no gradient
+        assert work.metric is not None
+        _measure_in_metric(work, work.metric.blocks[next(iter(gradients))], gradients, "auto")
+    work.incomplete.clear()
     work.small_groups = _group_small_gradients(work)
     for gradients_BN, names in work.small_groups:
         work.add(names[0], row_squares(gradients_BN))
@@ -126,7 +170,7 @@ def guess_factors(work: ClippingWork) -> tuple[ClippedBatch, dict[int, Tensor], 
         work.squares[0] = torch.zeros(0 if work.placeholder else work.info.batch)
     sure, flags = dict(work.squares), _flags(work)
     for norms in work.doubtful:
-        work.add(next(iter(norms.outers)), norms.squares_B)
+        work.add(next(iter(norms.gradients)), norms.squares_B)
     return set_factors(work), sure, flags
 
 
@@ -145,7 +189,7 @@ def confirm_factors(work: ClippingWork, sure: Mapping[int, Tensor], flags: Seque
     work.squares = dict(sure)
     for norms, doubtful in zip(work.doubtful, flags, strict=False):
         _recompute(work, norms, doubtful)
-        work.add(next(iter(norms.outers)), norms.squares_B)
+        work.add(next(iter(norms.gradients)), norms.squares_B)
     clipped = set_factors(work)
     finite_B = clipped.norms_B.isfinite()
     if bool(finite_B.all()):
@@ -162,7 +206,8 @@ def set_factors(work: ClippingWork) -> ClippedBatch:
         group: squares_B.to(device).clamp(min=0).sqrt() * work.info.scale for group, squares_B in work.squares.items()
     }
     total_B = next(iter(norms.values())) if len(norms) == 1 else torch.stack([*norms.values()]).norm(dim=0)
-    factors = {group: work.clip.factors(norms_B, work.slack, group) for group, norms_B in norms.items()}
+    slack = work.slack if work.metric is None else work.slack + work.metric.rounding
+    factors = {group: work.clip.factors(norms_B, slack, group) for group, norms_B in norms.items()}
     if len(norms) > 1:  # a sample that is not finite in one layer is left out of all
         factors = {group: torch.where(total_B.isfinite(), factors_B, 0.0) for group, factors_B in factors.items()}
     work.factors = factors

@@ -29,6 +29,7 @@ from gramian.privacy.clipping.clip_factors import SLACK, ClipFunction, ClippedBa
 from gramian.privacy.clipping.clipping_plan import ClippingPlan
 from gramian.privacy.clipping.clipping_work import SumReceiver
 from gramian.privacy.clipping.refused_modules import layers_with_sites, refuse_mixing
+from gramian.privacy.metric.public_metric import PublicMetric
 from gramian.privacy.options import PrivacyOptions
 from gramian.taps.model.empty_batches import with_a_row, without_a_row
 from gramian.taps.passes import FORWARDS_WITHOUT_BACKWARD, SECOND_BACKWARD, accumulates, in_backward
@@ -125,8 +126,13 @@ class SingleSampleClipping:
         receiver: SumReceiver,
         options: PrivacyOptions,
         clip: ClipFunction,
+        metric: PublicMetric | None = None,
     ) -> None:
-        """Put hooks on the root and its parameters; `receiver` gets the clipped gradients, which `clip` scales."""
+        """Put hooks on the root and its parameters; `receiver` gets the clipped gradients, which `clip` scales.
+
+        `metric`: where norms are measured; None: as they are.
+        """
+        self._metric = metric
         self._trained, self._receiver = dict(trained), receiver
         self._clip, self._loss_scale = clip, options.loss_scale
         self._factor = 1.0 if isinstance(options.loss_reduction, str) else 1.0 / options.loss_reduction
@@ -313,10 +319,11 @@ class SingleSampleClipping:
         if not gradients:
             return  # functional_call on other tensors
         groups: dict[int, list[Tensor]] = {}
-        for name, gradient in gradients.items():
+        measured = gradients if self._metric is None else self._metric.whitened(gradients)
+        for name, gradient in measured.items():
             groups.setdefault(self._clip.groups[name], []).append(gradient)
         norms = {group: self._norm(parts) for group, parts in groups.items()}
-        slack = max(SLACK[g.dtype] for g in gradients.values())
+        slack = max(SLACK[g.dtype] for g in gradients.values()) + (self._metric.rounding if self._metric else 0.0)
         factors = {group: self._clip.factors(norm, slack, group) for group, norm in norms.items()}
         norm = torch.stack([*norms.values()]).norm()
         finite = bool(norm.isfinite())

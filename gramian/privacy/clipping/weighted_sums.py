@@ -5,7 +5,7 @@ from torch import Tensor
 
 from gramian.core.dtypes import wide_dtype
 from gramian.privacy.clipping.clipping_work import ClippingWork
-from gramian.taps.gradients import ExplicitGradient, GroupedOuter, Outer, PerSampleGradient
+from gramian.taps.gradients import ExplicitGradient, PerSampleGradient
 from gramian.taps.records import ParameterRecord
 
 PRODUCTS_AHEAD = 4
@@ -93,7 +93,6 @@ def _weighted_sum(work: ClippingWork, dtype: torch.dtype, gradient: PerSampleGra
 
 def _sum_with_recomputed(work: ClippingWork, dtype: torch.dtype, gradient: PerSampleGradient, name: str) -> Tensor:
     """Clipped sum with recomputed gradients of the samples whose norms lost digits; rounded to `dtype` at the end."""
-    assert isinstance(gradient, Outer | GroupedOuter)
     chosen, explicit = work.recomputed.pop(name)
     if explicit is None:
         explicit = ExplicitGradient(gradient.picked(chosen).per_sample())

@@ -79,10 +79,6 @@ class Outer(PerSampleGradient):
         names = {True: ("input", "output gradient"), False: ("output gradient", "input"), None: (None, None)}
         return list(zip(names[self.input_left], self.tensors(), strict=True))
 
-    def picked(self, samples: Tensor) -> Self:
-        """The gradients of some samples, by their numbers [K]: copies of their vectors."""
-        return self.mapped(lambda t: t[samples])
-
     @property
     def tokens(self) -> int:
         """Number T of tokens per sample."""

@@ -71,6 +71,10 @@ class PerSampleGradient(ABC):
         """The gradients of samples start … stop-1 only; their tensors are views."""
         return self.mapped(lambda t: t[start:stop])
 
+    def picked(self, samples: Tensor) -> Self:
+        """The gradients of some samples, by their numbers [K]: copies of their tensors."""
+        return self.mapped(lambda t: t[samples])
+
     def copy(self) -> Self:
         """The same gradients on clones of their tensors, valid after the backward pass has reused the originals."""
         return self.mapped(torch.clone)
