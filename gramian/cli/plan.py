@@ -61,6 +61,11 @@ def run(arguments: argparse.Namespace) -> int:
     show(console, *_heading(config, needs, place, decision), _table(decision))
     if config.privacy is not None:
         show(console, *_private(needs, place))
+        if config.privacy.metric == "kfac":
+            show(
+                console,
+                "metric: 2 · (inputs² + outputs²) FLOPs more for each token and layer; noise as a whole on each process",
+            )
     curvature = _curvature(config, vocabulary, place, max(place.gpus, 1)) if config.has_curvature else None
     if curvature is not None:
         heading = f"K-FAC on top of that, for a refresh of {config.data.batch * config.data.length:,} tokens:"

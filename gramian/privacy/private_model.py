@@ -174,11 +174,10 @@ class PrivateModel:
         drawn = options.poisson_sampling and isinstance(records, Sized) and not isinstance(records, IterableDataset)
         data = dataset_fingerprint(records) if drawn else None
         device = next(iter(self.trained.values())).device
-        metric = None if self.metric is None else self.metric.digest
-        weights = partial(weight_digest, self.root, self._optimizer, self.trained, self.parallel, metric)
+        weights = partial(weight_digest, self.root, self._optimizer, self.trained, self.parallel)
         stack.callback(self._ledger.close)
         self._kind: Kind = (options.noise_multiplier, rate.sample_rate, *self._truncation())
-        self._ledger.open(marked, data, self._kind, self.parallel, device, weights)
+        self._ledger.open(marked, data, self._kind, self.parallel, device, weights, None if self.metric is None else self.metric.digest)
 
     def _private_loader(self, data_loader: DataLoader[Any]) -> PrivateLoader:
         return PrivateLoader(

@@ -87,7 +87,10 @@ def backward(run: Run, p: Problem, batch: Any, storage: str) -> dict[str, Tensor
     return run.gradients()
 
 
-@pytest.mark.parametrize("name, storage, mode", MATRIX if FULL else [*sample(MATRIX, 6), ("tied_gpt", "auto", "pi"), ("hf_gpt2", "bookkeeping", "pi")])
+@pytest.mark.parametrize(
+    "name, storage, mode",
+    MATRIX if FULL else [*sample(MATRIX, 6), ("tied_gpt", "auto", "pi"), ("hf_gpt2", "bookkeeping", "pi")],
+)
 def test_samples_are_clipped_by_their_norms_in_the_metric_and_move_the_sum_by_C_at_most(
     name: str, storage: str, mode: str
 ) -> None:
@@ -215,8 +218,8 @@ def test_what_a_metric_rests_on_is_refused_by_name() -> None:
         pass
     empty = gramian.KFACNaturalGradient()
     empty.public = True
-    with refusal(r"^metric: has no factors of trained layers"), make(model, 1.0, metric=empty):
-        pass
+    with refusal(r"^metric: has no factors of trained layers"), make(p.model(), 1.0, metric=empty) as run:
+        backward(run, p, p.batch, "auto")
     with refusal(r"^metric: expected a gramian.KFACNaturalGradient, got dict"), make(model, 1.0, metric={}):
         pass
     other = public_factors(problem("conv2d", 6), problem("conv2d", 6).model())

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from gramian.cli import main
 from gramian.core.errors import GramianError
 from gramian.train.build.run_parts import Parts
-from gramian.train.config.config import Config, load_config
+from gramian.train.config.config import Config, load_config, parse_config
 from gramian.train.loop import trainer as trainer_module
 from gramian.train.loop.objective import Measured
 from gramian.train.loop.private_stepper import PrivateStepper
@@ -206,6 +206,30 @@ def test_the_noised_gradient_and_the_weights_may_decide(tmp_path: Path) -> None:
 
     assert run(config, break_weights)[1].reason == "done"
     assert [event["reason"] for event in events(config, "rollback")] == ["a weight is not finite"]
+
+
+def test_a_run_in_the_metric_of_public_files_records_what_it_rests_on(tmp_path: Path) -> None:
+    (tmp_path / "public.txt").write_text("a public sentence of no great interest. " * 200)
+    curvature = {"update_freq": 3, "public_files": [str(tmp_path / "public.txt")], "precondition": False}
+    config = small(
+        tmp_path / "run",
+        run={"steps": 4},
+        model={"layers": 1, "width": 16},
+        data={"length": 16, "batch": 4},
+        schedule={"warmup": 1},
+        kfac=curvature,
+        privacy={**PRIVATE, "metric": "kfac", "proof": "off"},
+    )
+    run(config)
+    metric = told(config)["metric"]
+    assert metric["factors"] == "public, as the user says" and metric["refreshes"] == 2
+    assert metric["share of trained elements"] > 0.9 and 0 < metric["rounding"] < 0.01
+    joint = {"kfac": {**curvature, "damping_mode": "joint"}}
+    for section, given in (("privacy.metric", {}), ("kfac.damping_mode", joint)):
+        with pytest.raises(GramianError, match=rf"^{section}: "):
+            parse_config({"privacy": {**PRIVATE, "metric": "kfac"}, **given})
+    with pytest.raises(GramianError, match=r"^kfac.precondition: false leaves nothing to do"):
+        parse_config({"kfac": {"precondition": False}})
 
 
 def test_decisions_by_raw_losses_leave_epsilon_not_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,6 +45,23 @@ RUNS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
         2,
         {"privacy": PRIVATE, "kfac": {"update_freq": 3, "public_files": [str(Path(__file__))]}, **SHORT},
     ),
+    "private, in the metric of public data": (
+        1,
+        {
+            "privacy": {**PRIVATE, "metric": "kfac"},
+            "kfac": {"update_freq": 4, "public_files": [str(Path(__file__))], "precondition": False},
+            "data": {"micro_batch": 3},
+        },
+    ),
+    "private, in the metric of public data, sharded, two processes": (
+        2,
+        {
+            "privacy": {**PRIVATE, "metric": "kfac"},
+            "kfac": {"update_freq": 3, "public_files": [str(Path(__file__))]},
+            "parallel": {"strategy": "fsdp2"},
+            **SHORT,
+        },
+    ),
     "private": (1, {"privacy": UNPROVEN}),
     "private, two processes": (2, {"privacy": PRIVATE, "data": {"micro_batch": 3}}),
 }

@@ -54,6 +54,8 @@ class Ledger:
         self._replayed_options: dict[str, int] | None = None  # digests that a replay must have, until it ends
         self._uncounted = False  # True if releases may have been begun that are not in the counter
         self._weights: Callable[[], Tensor] | None = None
+        self._metric: Callable[[], int] | None = None
+        self._replayed_metric: int | None = None
         self._replayed_weights: list[int] | None = None  # weight digest of the state that is replayed
         self._checks_weights = False  # True from the load of a replay to its first release
         self.not_replayed: str | None = None
@@ -69,6 +71,7 @@ class Ledger:
         parallel: ProcessGrid,
         device: torch.device,
         weights: Callable[[], Tensor],
+        metric: Callable[[], int] | None = None,
     ) -> None:
         """Begin a run with these options on every process: check that they agree, and share the key and counter. Collective.
 
@@ -79,12 +82,14 @@ class Ledger:
             parallel: the processes of the run.
             device: device of the parameters.
             weights: function that computes `weight_digest` of the model.
+            metric: function that returns the digest of the factors in whose metric noise is drawn; None: there are none.
 
         Raises:
             GramianError: naming the option that differs between processes, or from the state to replay; or in a forked process.
         """
         self.secrets.refuse_forks()
         self._parallel, self._device, self._weights = parallel, device, weights
+        self._metric = metric
         first = {} if data is None else {"data_loader": data}  # the rate follows from it
         digests = {field: digest(value) for field, value in {**first, **options}.items()}
         if self._replayed_options is not None:
@@ -188,6 +193,7 @@ class Ledger:
             "schema": SCHEMA,
             "generator": NORMALS_VERSION,
             "weights": weights,
+            "metric": None if self._metric is None else self._metric(),
             "accountant": self.accounting.state_dict(),
             "counter": self.counter.state_dict(),
             "secrets": self.secrets.state_dict(),
@@ -243,6 +249,7 @@ class Ledger:
         self.secrets, self._replayed_options, self._uncounted = secrets, digests, False
         weights = state.get("weights")
         self._replayed_weights = None if weights is None else weights.tolist()
+        self._replayed_metric = state.get("metric")
         self.not_replayed = None
         if not replay:
             self._renew_key()
@@ -257,7 +264,7 @@ class Ledger:
         self._count()
 
     def _end_replay_on_other_weights(self) -> None:
-        """End a replay if the weights are not those of the state: their clipped sums would differ. Collective.
+        """End a replay if weights or metric are not those of the state: their sums, or the noise, would differ. Collective.
 
         A process that loaded no state, or whose state has another rank's shards, does not object; a state without a digest ends
         the replay.
@@ -266,20 +273,28 @@ class Ledger:
         self._checks_weights = bool(
             self._parallel.from_first(bytes([self._replayed_options is not None]), self._device)[0]
         )
-        if self._checks_weights and not self._same_weights():
+        metric = None if self._metric is None else self._metric()
+        other = self._replayed_options is not None and metric != self._replayed_metric
+        if self._checks_weights and not self._same_weights(but=other):
             self._checks_weights = False
             self.end_replay()
             self._share_key()
             self._share_counter()
-            self._report_no_replay("weights, optimizer state or number of processes are not those of the state")
+            self._report_no_replay(
+                "weights, optimizer state, number of processes or the metric's factors are not those of the state"
+            )
 
-    def _same_weights(self) -> bool:
-        """False if the weights of any process are known to differ from those of the state that is replayed. Collective."""
+    def _same_weights(self, but: bool = False) -> bool:
+        """False if the weights of any process are known to differ from those of the state that is replayed. Collective.
+
+        `but`: True if something else of this process does.
+        """
         assert self._parallel is not None and self._weights is not None
         same = self._replayed_options is None or self._replayed_weights is not None
         if self._replayed_weights is not None:
             (processes, process, mark), now = self._replayed_weights, self._weights().tolist()
             same = processes == now[0] and (process != now[1] or mark == now[2])
+        same = same and not but
         agreed = self._parallel.differing({"weights": int(same)}, self._device) is None
         return same and agreed
 
@@ -372,6 +387,8 @@ def _check_state(state: Any) -> None:
         isinstance(weights, Tensor) and weights.dtype == torch.int64 and weights.shape == (len(FIELDS),)
     ):
         damaged.append("weights")
+    if not is_count(state.get("metric") or 0):
+        damaged.append("metric")
     if not isinstance(state.get("clip_norm"), float | None) or not (state.get("clip_norm") or 1.0) > 0:
         damaged.append("clip_norm")
     if not isinstance(config, Mapping) or not all(isinstance(k, str) and is_count(v) for k, v in config.items()):

@@ -5,7 +5,7 @@ would differ, and the digest shows it.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,11 +31,7 @@ def digest(value: Any) -> int:
 
 
 def weight_digest(
-    root: nn.Module,
-    optimizer: Optimizer,
-    trained: Mapping[str, nn.Parameter],
-    parallel: ProcessGrid,
-    metric: Callable[[], int] | None = None,
+    root: nn.Module, optimizer: Optimizer, trained: Mapping[str, nn.Parameter], parallel: ProcessGrid
 ) -> Tensor:
     """Digest of the model's parameters and buffers and the optimizer's state: int64 [3], the `FIELDS`.
 
@@ -49,14 +45,13 @@ def weight_digest(
         optimizer: the tensors of its state are included, options such as the learning rate are not.
         trained: the optimizer's parameters by name.
         parallel: how the model is distributed over processes.
-        metric: returns a digest of the metric in which samples are clipped, if there is one.
     """
     reshard(root)
     tensors = dict(_tensors(root, optimizer, trained))
     device = local(next(iter(trained.values())).detach()).device
     length = min(CHUNK, max((2 * t.numel() for t in tensors.values()), default=0))  # a complex number is two words
     keys: dict[torch.device, Tensor] = {}
-    total = torch.full((), 0 if metric is None else metric(), dtype=torch.int64, device=device)
+    total = torch.zeros((), dtype=torch.int64, device=device)
     for name, t in tensors.items():
         if t.device not in keys:
             keys[t.device] = chacha.words(bytes(32), 0, 0, 2 * length, t.device).view(torch.int64) | 1

@@ -32,11 +32,11 @@ class PublicMetric:
     def __init__(
         self, kfac: KFACNaturalGradient, root: nn.Module, trained: Mapping[str, nn.Parameter], parallel: ProcessGrid
     ) -> None:
-        """Check what the metric rests on, and take the present factors of the model `root`.
+        """Check what the metric rests on, and take the present factors of the model `root`, if there are any.
 
         Raises:
-            GramianError: if the factors are not called public, are missing or belong to another model, are damped jointly,
-                observed a model in private training, or are too ill-conditioned.
+            GramianError: if the factors are not called public, belong to another model, are damped jointly, observed a model
+                in private training, or are too ill-conditioned.
         """
         if not isinstance(kfac, KFACNaturalGradient):
             raise GramianError(f"metric: expected a gramian.KFACNaturalGradient, got {type(kfac).__name__}")
@@ -58,12 +58,21 @@ class PublicMetric:
         """{parameter: the metric of its layer}; those that are missing have the identity."""
         self.rounding = 0.0
         """Bound of the relative error of ‖W g‖ from rounding: by it, clip factors are reduced."""
-        self._take()
+        if kfac.kfac_factors:
+            self._take()
 
     def begin_draw(self) -> None:
-        """Take the present factors, unless a draw is under way, whose samples and noise must have one metric."""
+        """Take the present factors, unless a draw is under way, whose samples and noise must have one metric.
+
+        Raises:
+            GramianError: if there are none, or they are of no use as a metric (see `__init__`).
+        """
         if not self._draws:
             self._take()
+            if not self.blocks:
+                raise GramianError(
+                    "metric: has no factors of trained layers; expected a capture on public data before the first draw"
+                )
             self._draws = True
 
     def end_draw(self) -> None:
@@ -81,15 +90,13 @@ class PublicMetric:
             for name, block in self._kfac.kfac_factors.items()
             if block.A is not None and set(block.spec.parameters) <= self._trained.keys()
         }
-        if not now:
-            raise GramianError("metric: has no factors of trained layers; expected a capture on public data before")
         same = now.keys() == self._taken.keys() and all(self._taken[name] is block for name, block in now.items())
         if same:
             return
         self._kfac.state.checked_specs(self._root)
         with torch.no_grad(), exact_float32():
             found = {name: MetricBlock.of(block) for name, block in now.items()}
-            self.rounding = max(_rounding(name, block) for name, block in found.items())
+            self.rounding = max((_rounding(name, block) for name, block in found.items()), default=0.0)
         self.blocks = {parameter: block for block in found.values() for parameter in block.spec.parameters}
         self._taken, self._digest = now, _digest(now)
 
@@ -116,8 +123,8 @@ class PublicMetric:
 
     def digest(self) -> int:
         """31-bit hash of the present factors and their damping, of which the next draw's noise will be made."""
-        self.begin_draw()
-        self.end_draw()
+        if not self._draws:
+            self._take()
         return self._digest
 
     def record(self) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def build_curvature(config: Config, model: nn.Module) -> KFACNaturalGradient | N
         return _build_kfac_optimizer(model, config.optimizer, config.kfac, config.run.seed).kfac
     if config.kfac is None:
         return None
-    names = {field.name for field in dataclasses.fields(config.kfac)} - {"kl_clip", "public_files"}
+    names = {field.name for field in dataclasses.fields(config.kfac)} - {"kl_clip", "public_files", "precondition"}
     try:
         return KFACNaturalGradient(seed=config.run.seed, **_given(config.kfac, tuple(sorted(names))))
     except GramianError as error:  # options that do not fit together, or the machine

@@ -176,7 +176,7 @@ def build_stepper(
     else:
         stepper = PlainStepper(module, optimizer, numbers, grid, **options)
     if (
-        config.kfac is not None and kfac is not None and not isinstance(optimizer, KFAC)
+        config.kfac is not None and config.kfac.precondition and kfac is not None and not isinstance(optimizer, KFAC)
     ):  # after the private engine's hook: its gradients have their noise
         precondition(optimizer, module, kfac, kl_clip=config.kfac.kl_clip or KL_CLIP)
     return stepper

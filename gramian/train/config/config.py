@@ -90,6 +90,8 @@ class Config:
             config_checks.check_privacy(self.privacy, self.data, self.run)
         if self.kfac is not None:
             config_checks.check_kfac(self.kfac, self.privacy)
+        elif self.privacy is not None and self.privacy.metric == "kfac":
+            raise GramianError('privacy.metric: "kfac" is that of factors; expected [kfac] with public_files')
         if self.optimizer.kind == "kfac":
             config_checks.check_kfac_optimizer(self.kfac, self.privacy, self.teacher)
         if self.teacher is not None:

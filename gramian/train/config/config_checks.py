@@ -84,6 +84,14 @@ def check_kfac(kfac: sections.KFACSection, privacy: sections.PrivacySection | No
         raise GramianError(
             "kfac.public_files: curvature of private data is outside the accountant; expected files of public data"
         )
+    measures = privacy is not None and privacy.metric == "kfac"
+    if not kfac.precondition and not measures:
+        raise GramianError('kfac.precondition: false leaves nothing to do; expected true, or privacy.metric = "kfac"')
+    if measures and (kfac.ekfac or kfac.damping_mode == "joint"):
+        raise GramianError(
+            'kfac.damping_mode: "joint" and kfac.ekfac have no metric by sides; expected "pi" or "factored" with '
+            'privacy.metric = "kfac"'
+        )
 
 
 def check_kfac_optimizer(

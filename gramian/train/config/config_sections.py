@@ -205,6 +205,8 @@ class KFACSection:
     """How processes combine their contributions to the factors."""
     public_files: tuple[str, ...] = ()
     """Public data that the curvature is estimated from when the run is private."""
+    precondition: bool = True
+    """Multiply the optimizer's gradients by the inverse curvature; false: the curvature is for privacy.metric alone."""
     damping_A: Positive | None = None
     """Damping of A, or of the product under damping_mode = "joint"; none: damping."""
     damping_G: Positive | None = None
@@ -254,6 +256,9 @@ class PrivacySection:
     clip_function: Literal["flat", "per_layer", "automatic", "adaptive"] = "flat"
     """Scaling of gradients g: min(1, C/|g|); the same for each layer's part, with C/√layers; C/(|g| + 0.01); or "flat" with a C
     that follows the median of |g| privately."""
+    metric: Literal["plain", "kfac"] = "plain"
+    """Where gradients are clipped and noise is drawn: as they are, or multiplied by the inverse root of the curvature of
+    [kfac], which is estimated on public data."""
     accountant: Literal["prv", "pld", "rdp", "gdp"] = "prv"
     """Method that computes ε."""
     max_draw: Count | None = None

@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader
 
 from gramian.core.errors import GramianError
+from gramian.curvature import KFACNaturalGradient
 from gramian.data.batches import DataWorkerDied, leave_process_group, shut_down_workers, suppress_worker_death_errors
 from gramian.data.windows import Windows
 from gramian.kernels.normal_tail import NORMALS_VERSION
@@ -26,6 +27,7 @@ from gramian.privacy import PrivacyEngine
 from gramian.privacy.clipping.norm_histogram import BINS, FIELDS, histogram_metrics, norm_counts
 from gramian.privacy.private_account import ADJACENCY
 from gramian.train.config.config import Config
+from gramian.train.config.config_sections import PrivacySection
 from gramian.train.loop.deferred_metrics import StepOutcome
 from gramian.train.loop.objective import IGNORED
 from gramian.train.loop.precision import Precision
@@ -46,7 +48,7 @@ class PrivateStepper(Stepper):
     """Takes the steps of DP-SGD training with a `PrivacyEngine`, which makes the model private at construction.
 
     The config has a [privacy] section; each of `windows` is one sample. `curvature` refreshes the K-FAC factors that
-    precondition the optimizer; None: no K-FAC.
+    precondition the optimizer or are the metric of clipping and noise; None: no K-FAC.
     """
 
     repeatable = False
@@ -66,7 +68,7 @@ class PrivateStepper(Stepper):
         self.module, self.optimizer, self.numbers, self.grid = module, optimizer, numbers, grid
         self.scaler, self.curvature = numbers.scaler(), curvature
         self.kfac = None if curvature is None else curvature.kfac
-        if curvature is not None:
+        if curvature is not None and config.kfac is not None and config.kfac.precondition:
             self.extra = (*self.extra, *TRUST_REGION)
         self.captured = module if curvature is None else curvature.copy
         options, data = config.privacy, config.data
@@ -101,6 +103,7 @@ class PrivateStepper(Stepper):
             "poisson_sampling": True if options.max_draw is None else "truncated",
             "max_draw": options.max_draw,
             "proof": options.proof,
+            "metric": self._metric(options),
             "loss_reduction": "sum",
             "loss_scale": 1.0 if self.scaler is None else self.scaler,
             "max_physical_batch": data.micro_batch or None,
@@ -116,6 +119,12 @@ class PrivateStepper(Stepper):
             _, _, self._loader = self.engine.make_private(noise_multiplier=noise, **arguments)
         self._options, self._windows = options, windows
         self._rows = max(2, min(len(windows), data.micro_batch or data.batch // grid.size))
+
+    def _metric(self, options: PrivacySection) -> KFACNaturalGradient | None:
+        if self.kfac is None or options.metric == "plain":
+            return None
+        self.kfac.public = True  # `kfac.public_files` are public, as the config says
+        return self.kfac
 
     def prepare(self) -> None:
         """Check that the loss of a window does not depend on other windows, unless privacy.proof is "off".
@@ -250,6 +259,7 @@ class PrivateStepper(Stepper):
             "max_draw": self._options.max_draw,
             "clip_function": self._options.clip_function,
             "clip_norm": self.engine.clip_norm,
+            "metric": self.engine.metric,
             "noise_generator": NORMALS_VERSION,
             "decisions": self._options.decisions,
             "insecure_reproducible": self._options.insecure_reproducible,
