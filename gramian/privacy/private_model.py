@@ -177,7 +177,15 @@ class PrivateModel:
         weights = partial(weight_digest, self.root, self._optimizer, self.trained, self.parallel)
         stack.callback(self._ledger.close)
         self._kind: Kind = (options.noise_multiplier, rate.sample_rate, *self._truncation())
-        self._ledger.open(marked, data, self._kind, self.parallel, device, weights, None if self.metric is None else self.metric.digest)
+        self._ledger.open(
+            marked,
+            data,
+            self._kind,
+            self.parallel,
+            device,
+            weights,
+            None if self.metric is None else self.metric.digest,
+        )
 
     def _private_loader(self, data_loader: DataLoader[Any]) -> PrivateLoader:
         return PrivateLoader(
@@ -211,6 +219,8 @@ class PrivateModel:
     def _install(self, stack: ExitStack) -> None:
         options, trained = self.options, self.trained
         stack.callback(ReducerOff(self.module).restore)
+        hub_of(self.root).private = True
+        stack.callback(setattr, hub_of(self.root), "private", False)
         self.sums = GradientSums(trained, self.parallel, self._tuning.overlap, self._stopwatch, options.loss_scale)
         self.outside = OutsideParameters(self.root, trained, self._optimizer, lambda: self.sums.watch.on)
         stack.callback(self.outside.remove)

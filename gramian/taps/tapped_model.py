@@ -132,6 +132,8 @@ class TappedModel:
         process uses all samples it sees."""
         self.on_inputs: Callable[[Any], None] = lambda inputs: None
         """Called with (args, kwargs) of every forward of the root in eager mode, except those of a row proof."""
+        self.private = False
+        """True while a privacy engine trains the model: what is captured then depends on private data."""
         self.retap: Callable[[], None] = lambda: None
         """Finds the layers to be tapped again, after it was established how some of them use weights."""
         self.output_layer: str | None = None

@@ -55,6 +55,7 @@ from tests.privacy import (
     test_integrity,
     test_ledger,
     test_loader,
+    test_metric,
     test_noise,
     test_opacus_cases,
     test_peft,
@@ -1166,6 +1167,21 @@ BUGS = (
         "quantile of adaptive clipping for nothing",
         Edit("PrivateStep._before_step", "self._quantile.noise_multiplier", "options.noise_multiplier"),
         test_clip_functions.test_the_gradients_have_the_noise_that_is_left_and_both_together_are_one_mechanism,
+    ),
+    Mutation(
+        "noise of a metric drawn without it",
+        Edit("GradientSums.release", "if std > 0 and name not in blocks:", "if std > 0:"),
+        partial(test_metric.test_noise_is_the_inverse_root_of_the_metric_times_that_of_a_run_without_one, "mlp"),
+    ),
+    Mutation(
+        "metric that changes inside a draw",
+        Edit("PublicMetric.begin_draw", "if not self._draws:", "if True:"),
+        test_metric.test_the_samples_of_a_draw_have_one_metric,
+    ),
+    Mutation(
+        "factors of private data in a metric",
+        Edit("PublicMetric._take", "if self._kfac.state.private:", "if False:"),
+        test_metric.test_factors_that_saw_a_private_backward_are_refused_also_from_a_file,
     ),
     Mutation(
         "truncated draws accounted as whole ones",

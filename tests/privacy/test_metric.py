@@ -236,6 +236,9 @@ def test_factors_that_saw_a_private_backward_are_refused_also_from_a_file() -> N
     kfac = public_factors(p, twin, update_freq=1)
     with private(model, 1.0, loss_reduction="sum", metric=kfac) as run:
         backward(run, p, p.batch, "auto")
+        kfac.collect_kfac_factors(twin, {"input": p.batch[0]}, fisher_type="mc", loss="cross_entropy", force=True)
+        run.optimizer.step()
+        backward(run, p, p.batch, "auto")
         with private(twin, 1.0, loss_reduction="sum"), kfac.capture(twin, loss_reduction="sum", num_terms=6):
             p.case.loss(twin, *p.batch, reduction="sum").backward()
         run.optimizer.step()  # of the draw that began before

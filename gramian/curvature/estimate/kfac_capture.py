@@ -139,7 +139,7 @@ class KFACCapture(Capture):
         if self._hub.tensor_parallel is not None and self.exchange is not None:
             self._hub.tensor_parallel.exchange.sent = self.exchange.sent  # one account of bytes
         self._curvature.capturing = True
-        self._curvature.private |= self._hub.rule.withholds
+        self._curvature.private |= self._hub.private
         return self
 
     def __exit__(
