@@ -38,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpus", type=positive_integer, metavar="N", help="how many to plan for (default: those of this machine)")
     add("--gpu-memory", type=_gigabytes, metavar="GB", help="10⁹ bytes of one (default: as much as those here have)")
     add("--gpus-per-host", type=positive_integer, metavar="N", help="processes that share a host (default: at most 8)")
+    add(
+        "--target-epsilon",
+        type=_epsilon,
+        metavar="E",
+        help="batches, steps and noise that would spend this privacy budget",
+    )
     add("--host-memory", type=_gigabytes, metavar="GB", help="10⁹ bytes of a host (default: what is available here)")
 
 
@@ -52,6 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
     from gramian.train.config.config import load_config
 
     config = load_config(arguments.config, arguments.overrides)
+    if arguments.target_epsilon is not None:
+        from gramian.cli.plan_privacy import privacy_table
+
+        show(make_console(), *privacy_table(config, arguments.target_epsilon))
     place = _place(config, arguments.gpus, arguments.gpu_memory)
     vocabulary = vocabulary_of(config.data)
     needs = needs_of(config, vocabulary, place.precision(config), place.device)
@@ -237,6 +247,16 @@ def _table(decision: Decision) -> RenderableType:
     budget = Budget(decision.usable)
     table.add_row("", f"of {budget}", *("fits" if budget.fits(size) else "too much" for size in total.sizes))
     return table
+
+
+def _epsilon(text: str) -> float:
+    try:
+        epsilon = float(text)
+    except ValueError:
+        epsilon = 0.0
+    if not 0 < epsilon < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected an ε above 0, such as 3")
+    return epsilon
 
 
 def _gigabytes(text: str) -> int:

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from dp_accounting.dp_event import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from dp_accounting.rdp import RdpAccountant
 
 from gramian.cli import main
 from gramian.models import GPT
@@ -250,3 +252,34 @@ def test_a_private_run_is_planned_with_its_row_proof(
     lines, _ = output(capsys)
     assert bool(re.search(r" row proof ", "\n".join(lines))) == bool(row) and re.search(row, "\n".join(lines))
     assert any(re.match(line, found) for found in lines)
+
+
+def test_what_a_privacy_budget_buys_is_that_of_an_independent_accountant(
+    small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [
+        "data.limit_bytes=200000",
+        "data.length=64",
+        "data.batch=16",
+        "run.steps=200",
+        "privacy.accountant=rdp",
+    ]
+    overrides.append("privacy.noise_multiplier=1.0")
+    assert main(["plan", small, "--target-epsilon", "3", *overrides]) == 0
+    shown = capsys.readouterr().out
+    records = int(re.search(r"ε = 3 at δ = 1e-05 for ([\d,]+) windows", shown)[1].replace(",", ""))  # type: ignore[index]
+    rows = re.findall(r"^.*? (\d+) +([\d,]+) +([\d.]+) +([\d.e-]+) +([\d.e-]+) +([\d.]+) ×", shown, re.M)
+    assert len(rows) == 11
+    for batch, steps, sigma, step_noise, total_noise, cost in [
+        [float(x.replace(",", "")) for x in row] for row in rows
+    ]:
+        accountant = RdpAccountant()
+        step = PoissonSampledDpEvent(batch / records, GaussianDpEvent(sigma))
+        epsilon = accountant.compose(SelfComposedDpEvent(step, int(steps))).get_epsilon(1e-5)
+        assert epsilon == pytest.approx(3, rel=0.03)  # σ is shown with three digits
+        assert step_noise == pytest.approx(sigma / batch, rel=0.06)
+        assert total_noise == pytest.approx(sigma / batch / steps**0.5, rel=0.06)
+        assert cost == pytest.approx(batch * steps / (16 * 200), rel=0.06)
+    assert "least noise for the samples of this config: data.batch=128 run.steps=25" in shown
+    assert main(["plan", small, "--target-epsilon", "-1"]) == 2
+    assert "expected an ε above 0" in capsys.readouterr().err
