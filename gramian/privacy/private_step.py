@@ -22,7 +22,9 @@ from gramian.privacy.clipping.loss_scaling import scaling_at
 from gramian.privacy.clipping.private_quantile import PrivateQuantile
 from gramian.privacy.clipping.single_sample_clipping import SingleSampleClipping
 from gramian.privacy.clipping.step_timing import Stopwatch
+from gramian.privacy.noise.correlated_noise import CorrelatedNoise
 from gramian.privacy.noise.element_noise import NoisePlan
+from gramian.privacy.noise.noise_strategy import NoiseStrategy
 from gramian.privacy.options import PrivacyOptions, SamplingRate
 from gramian.privacy.sampling.draw_progress import DrawProgress
 from gramian.privacy.sampling.poisson import Piece
@@ -43,12 +45,14 @@ class PrivateStep:
         stopwatch: Stopwatch,
         clip: ClipFunction,
         quantile: PrivateQuantile | None,
+        strategy: NoiseStrategy | None,
     ) -> None:
         """Store the parts; `clipping` computes the clipped sums of each backward and adds them to `sums`.
 
-        `clip` says how large they are, and with "adaptive" `quantile` changes it with every release.
+        `clip` says how large they are, and with "adaptive" `quantile` changes it with every release. `strategy` correlates the
+        noise; None: it is independent in every release.
         """
-        self._clip, self._quantile = clip, quantile
+        self._clip, self._quantile, self._strategy = clip, quantile, strategy
         self._options, self._rate, self._trained, self._outside = options, rate, dict(trained), outside
         self._sums, self._clipping, self._ledger, self._stopwatch = sums, clipping, ledger, stopwatch
         self.on_clipped: Callable[[ClippedBatch], None] = lambda clipped: None
@@ -60,7 +64,8 @@ class PrivateStep:
     def restart(self) -> None:
         """Drop the sums of the draw under way, and use the ledger's present noise key from now on."""
         shapes = [(name, tuple(p.shape)) for name, p in self._trained.items()]
-        self._noise = NoisePlan(self._ledger.secrets.noise_key, shapes)
+        plan = NoisePlan(self._ledger.secrets.noise_key, shapes)
+        self.noise = plan if self._strategy is None else CorrelatedNoise(plan, self._strategy)
         self.progress = DrawProgress()
         self._forget()
 
@@ -157,7 +162,7 @@ class PrivateStep:
         with torch.no_grad(), self._stopwatch.time("step", cuda=next(iter(self._trained.values())).is_cuda):
             sigma = options.noise_multiplier if self._quantile is None else self._quantile.noise_multiplier
             std = sigma * self._clip.sensitivity
-            self._sums.release(self._noise, number, std, self._rate.expected_batch, scaling)
+            self._sums.release(self.noise, number, std, self._rate.expected_batch, scaling)
             if self._quantile is not None:
                 key, device = self._ledger.secrets.subkey("quantile"), next(iter(self._trained.values())).device
                 self._ledger.clip_norm = self._quantile.release(key, number, device)

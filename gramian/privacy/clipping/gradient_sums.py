@@ -23,6 +23,7 @@ from gramian.privacy.audit.change_detection import ChangeDetector
 from gramian.privacy.clipping.deferred_read import read_later
 from gramian.privacy.clipping.loss_scaling import Scaling
 from gramian.privacy.clipping.step_timing import Stopwatch
+from gramian.privacy.noise.correlated_noise import CorrelatedNoise
 from gramian.privacy.noise.element_noise import NoisePlan
 
 IN_FLIGHT = 8
@@ -237,7 +238,9 @@ class GradientSums:
                     self.moved[name] += part
                 p.grad = None
 
-    def release(self, noise: NoisePlan, number: int, std: float, expected_batch: float, scaling: Scaling) -> None:
+    def release(
+        self, noise: NoisePlan | CorrelatedNoise, number: int, std: float, expected_batch: float, scaling: Scaling
+    ) -> None:
         """Set p.grad = (sum over micro-batches and processes + std · noise of release `number`) / expected_batch. Collective.
 
         `scaling` tells which factors of a loss scale are still in the gradients. The noise of up to 2²⁶ elements is one launch;
@@ -292,7 +295,7 @@ class GradientSums:
             return gradient
         return torch.empty(local(p).shape, dtype=p.dtype, device=p.device)
 
-    def _place(self, noise: NoisePlan, name: str, total: Tensor) -> int:
+    def _place(self, noise: NoisePlan | CorrelatedNoise, name: str, total: Tensor) -> int:
         """Place in the key stream of the first element that this process stores of a parameter."""
         if name not in self._rows:
             self._rows[name] = local_rows(self.trained[name])

@@ -254,6 +254,11 @@ class PrivacySection:
     clip_function: Literal["flat", "per_layer", "automatic", "adaptive"] = "flat"
     """Scaling of gradients g: min(1, C/|g|); the same for each layer's part, with C/√layers; C/(|g| + 0.01); or "flat" with a C
     that follows the median of |g| privately."""
+    noise: Literal["gaussian", "bandmf", "bisr"] = "gaussian"
+    """Noise of the releases: independent; or correlated over `bands` releases, so that it cancels in part. Windows are then in
+    groups, from which draws take in turn; "bandmf" is optimised for run.steps releases and stores bands - 1 buffers."""
+    bands: Count | None = None
+    """Number of releases over which noise "bandmf" or "bisr" is correlated; none: for "gaussian"."""
     accountant: Literal["prv", "pld", "rdp", "gdp"] = "prv"
     """Method that computes ε."""
     max_draw: Count | None = None
