@@ -371,7 +371,8 @@ class PrivacyEngine(PrivateAccount):
         if self._installed is not None and self._installed.sums.moved:
             raise GramianError("state_dict: a draw is under way; expected it between step() and the next batch")
         noise = self._ledger.noise_state if self._installed is None else self._installed.noise_state()
-        return {**self._ledger.state_dict(), "nonfinite": self.nonfinite, "noise": noise}
+        more = {} if noise is None else {"noise": noise}
+        return {**self._ledger.state_dict(), "nonfinite": self.nonfinite, **more}
 
     def load_state_dict(self, state: Mapping[str, Any], *, replay: bool = False) -> None:
         """Load the account and the key of a checkpoint; ε that was spent since is never refunded.

@@ -136,27 +136,27 @@ class CorrelatedNoise:
     # ---- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self, trained: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-        """{parameter: {"first", "next", "buffers": [y of each row, sharded as the parameter]}} of tensors with a release."""
+        """{parameter: {"first", "next", "rows", "buffers": [y of each row, sharded as the parameter]}} of what has a release.
+
+        "rows" is (start, stop) of dim 0 that this process stores of the parameter; None: all.
+        """
         found = {}
         for name, p in trained.items():
             past = self._past.get(self._key(name, p))
             if past is not None:
                 shape = local(p.detach()).shape
                 rows = [as_sharded(row.clone().view(shape), p) for row in past.buffers]
-                found[name] = {"first": past.first, "next": past.next, "buffers": rows}
+                found[name] = {"first": past.first, "next": past.next, "rows": local_rows(p), "buffers": rows}
         return found
 
     def load_state_dict(self, state: Mapping[str, Any], trained: Mapping[str, nn.Parameter]) -> None:
-        """Go on from a `state_dict`, whose buffers are sharded as the parameters are now, or whole.
+        """Go on from a `state_dict` of this process, or from one whose buffers are whole tensors.
 
         Raises:
-            GramianError: naming the parameter that has none, or of another shape.
+            GramianError: naming the parameter that has none, or of another shape, or of another process's rows.
         """
-        found = {}
-        for name, p in trained.items():
-            own = state.get(name)
-            found[self._key(name, p)] = self._loaded(name, p, own)
-        self._past = found if state else {}
+        if state:
+            self._past = {self._key(name, p): self._loaded(name, p, state.get(name)) for name, p in trained.items()}
 
     def _loaded(self, name: str, p: nn.Parameter, own: Any) -> _Past:
         part = local(p.detach())
@@ -164,11 +164,14 @@ class CorrelatedNoise:
             first, following, rows = own["first"], own["next"], list(own["buffers"])
             fits = is_count(first) and is_count(following) and first < following and len(rows) == self._rows
             fits = fits and all(tuple(row.shape) == tuple(p.shape) for row in rows)
+            mine = list(own["rows"] or ()) == list(local_rows(p) or ())
+            fits = fits and (mine or not any(isinstance(row, DTensor) for row in rows))
         except (TypeError, KeyError, AttributeError):
             fits = False
         if not fits:
             raise GramianError(
-                f"state: the noise of {name} is missing or of another shape; expected what engine.state_dict() gave"
+                f"state: the noise of {name} is missing, of another shape or of another process; expected what "
+                "engine.state_dict() gave on this one"
             )
         buffers = torch.empty(self._rows, part.numel(), dtype=wide_dtype(part), device=part.device)
         for into, row in zip(buffers, rows, strict=True):
