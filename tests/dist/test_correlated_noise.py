@@ -22,16 +22,24 @@ FULL = pytest.mark.full
 
 @pytest.mark.parametrize(
     "way, options",
-    [("fsdp2", BANDED), ("ddp", ROOTS), pytest.param("ddp", BANDED, marks=FULL), pytest.param("fsdp2", ROOTS, marks=FULL)],
+    [
+        ("fsdp2", BANDED),
+        ("ddp", ROOTS),
+        pytest.param("ddp", BANDED, marks=FULL),
+        pytest.param("fsdp2", ROOTS, marks=FULL),
+    ],
 )
 def test_training_ends_at_the_same_parameters_on_any_number_of_ranks(way: str, options: dict[str, Any]) -> None:
     bodies.compare_runs(way, "mlp", 2, "auto", 0.5, options)
 
 
 @pytest.mark.parametrize(
-    "way, options", [("fsdp2", BANDED), pytest.param("ddp", BANDED, marks=FULL), pytest.param("fsdp2", ROOTS, marks=FULL)]
+    "way, options",
+    [("fsdp2", BANDED), pytest.param("ddp", BANDED, marks=FULL), pytest.param("fsdp2", ROOTS, marks=FULL)],
 )
-def test_a_replay_makes_the_noise_of_the_first_run_bit_for_bit(tmp_path: Path, way: str, options: dict[str, Any]) -> None:
+def test_a_replay_makes_the_noise_of_the_first_run_bit_for_bit(
+    tmp_path: Path, way: str, options: dict[str, Any]
+) -> None:
     bodies.compare_resumed(2, way, tmp_path, True, more=options)
 
 

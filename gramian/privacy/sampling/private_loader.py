@@ -71,7 +71,8 @@ class PrivateLoader(DataLoader[Any]):
             max_draw=max_draw,
             draw_of=None if groups is None else groups.draw,
         )
-        self._groups = groups
+        self.groups = groups
+        """Groups of cyclic sampling; None: every draw is from all records."""
         self._batches = _FilledPieces(self._draws)
         self._empty: Any = None
         self._last: tuple[Piece, Any] = (Piece(-1, 0, True, []), None)
@@ -123,8 +124,8 @@ class PrivateLoader(DataLoader[Any]):
     def rekey(self, key: bytes, groups: bytes) -> None:
         """Use other keys, of a loaded checkpoint, for all draws that are made from now on: of sampling, and of its groups."""
         self._draws.key = key
-        if self._groups is not None:
-            self._groups.regroup(groups)
+        if self.groups is not None:
+            self.groups.regroup(groups)
 
     def __len__(self) -> int:
         """Number of draws (optimizer steps) per epoch; with `max_physical_batch` an epoch may yield more batches."""

@@ -234,6 +234,11 @@ class PrivateStepper(Stepper):
         self.engine.load_state_dict(sections["privacy"], replay=replay)
         return self.engine.not_replayed
 
+    def groups_of_records(self) -> tuple[int, Any] | None:
+        """(number of groups, group of each window) of cyclic sampling; None: draws are from all windows. For an audit."""
+        groups = self._loader.groups
+        return None if groups is None else (groups.count, groups.of(len(self._windows)))
+
     def exhausted(self, steps: int) -> bool:
         """Whether all `steps` releases that target_epsilon, or noise "bandmf", allows were made; repeated ones count too."""
         limited = self._options.target_epsilon is not None or self._options.noise == "bandmf"
