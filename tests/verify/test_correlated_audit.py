@@ -29,10 +29,10 @@ def independent_noise(patch: Patch) -> None:
 
 
 def draws_from_all_records(patch: Patch) -> None:
-    patch.setattr(Groups, "draw", lambda self, key, number, size, rate: draw(key, number, size, rate))
+    patch.setattr(Groups, "cyclic_draw", lambda self, key, number, size, rate: draw(key, number, size, rate))
 
 
-@pytest.mark.parametrize("options", CORRELATED.values(), ids=CORRELATED)
+@pytest.mark.parametrize("options", [CORRELATED["bandmf"], pytest.param(CORRELATED["bisr"], marks=pytest.mark.full)])
 def test_an_honest_run_passes_and_noise_or_draws_of_another_kind_do_not(options: dict[str, Any]) -> None:
     run = run_of(0, **options)
     honest = check_releases(run, 12)

@@ -34,7 +34,7 @@ class Groups:
         """Use the groups of another key, that of a loaded checkpoint."""
         self.key, self._of = key, None
 
-    def draw(self, key: bytes, number: int, size: int, rate: float) -> NDArray[np.int64]:
+    def cyclic_draw(self, key: bytes, number: int, size: int, rate: float) -> NDArray[np.int64]:
         """Indices, ascending, of draw `number`: records of group number mod count, each with probability count · rate."""
         indices = draw(key, number, size, min(1.0, rate * self.count))
         return indices[self.of(size)[indices] == number % self.count]

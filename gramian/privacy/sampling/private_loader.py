@@ -69,7 +69,7 @@ class PrivateLoader(DataLoader[Any]):
             world_size=world_size,
             max_physical_batch=max_physical_batch,
             max_draw=max_draw,
-            draw_of=None if groups is None else groups.draw,
+            draw_of=None if groups is None else groups.cyclic_draw,
         )
         self.groups = groups
         """Groups of cyclic sampling; None: every draw is from all records."""
