@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = make_console()
     show(console, *_heading(config, needs, place, decision), _table(decision))
     if config.privacy is not None:
-        show(console, *_private(needs, place))
+        show(console, *_noise(config, needs), *_private(needs, place))
         if config.privacy.metric == "kfac":
             show(
                 console,
@@ -111,7 +111,7 @@ def _host(
     copy = copy_bytes(
         needs.shape.parameter_shapes,
         needs.stored,
-        needs.states,
+        needs.states + needs.noise_buffers,
         shards=place.gpus if sharded else 1,
         pinned=place.device == "cuda",
         factors=factors,
@@ -201,6 +201,23 @@ def _heading(config: Config, needs: Needs, place: _Place, decision: Decision) ->
     if place.device == "cpu" and config.run.device != "cpu":
         lines[-1] += "; no GPU is here: --gpus and --gpu-memory plan for some"
     return lines
+
+
+def _noise(config: Config, needs: Needs) -> list[str]:
+    """Line on correlated noise: bands, bytes, and the noise in the weights against independent noise; none without it."""
+    import math
+
+    from gramian.privacy.noise.noise_strategy import NoiseStrategy
+
+    privacy, steps = config.privacy, config.run.steps
+    if privacy is None or privacy.bands is None:
+        return []
+    error = NoiseStrategy.of(privacy.noise, privacy.bands, steps).error(steps)
+    return [
+        f"noise {privacy.noise} over {privacy.bands} releases: {needs.noise_buffers} buffers, {format_bytes(needs.noise)}; in "
+        f"the sums of {steps:,} releases {error:.3g} σC, of independent noise {math.sqrt((steps + 1) / 2):.3g} σC (σ differs "
+        "at one ε: docs/concepts/correlated_noise.md)"
+    ]
 
 
 def _private(needs: Needs, place: _Place) -> list[str]:

@@ -59,9 +59,9 @@ def copy_bytes(
 ) -> int:
     """Bytes of host memory of one copy of a run's state (parameters, optimizer, K-FAC) on the process with the largest share.
 
-    `shapes` are those of the parameters, a tied one once, with `itemsize` bytes per element; the optimizer stores `states` more
-    numbers per element. FSDP2 shards the rows of both over `shards` processes. `pinned`: the state is on a GPU, so its copy is
-    page-locked. `factors`: bytes of the stored K-FAC factors.
+    `shapes` are those of the parameters, a tied one once, with `itemsize` bytes per element; the optimizer, and buffers of
+    correlated noise, store `states` more numbers per element. FSDP2 shards the rows of both over `shards` processes. `pinned`:
+    the state is on a GPU, so its copy is page-locked. `factors`: bytes of the stored K-FAC factors.
     """
     found = [tuple(shape) for shape in shapes]
     order = sorted(found, key=lambda shape: len(shape) < 2)  # the optimizer's order: matrices first

@@ -7,6 +7,7 @@ computed one (bf16 and fp16: 2, else w):
 |---|---|
 | weights, gradients | P·w each |
 | optimizer | AdamW 2·P·w; K-FAC w less for each entry of a whitened matrix; SGD P·w with momentum, else 0 |
+| noise | of private training with noise = "bandmf": (bands - 1)·P·w, else 0 |
 | casts | autocast's copies of matrices, kept from their forward to their backward: e per element |
 
 What a micro-batch of B windows (sequences) of T tokens stores for the backward, per token; D width, A width of all queries, K
@@ -195,6 +196,8 @@ class Needs:
     """True for SGD with momentum."""
     whitened: int = 0
     """Number of parameters that have one number of optimizer state and not two: weight matrices that K-FAC whitens."""
+    noise_buffers: int = 0
+    """Number of buffers of correlated noise, each with one number per parameter."""
     isolated: bool = False
     """True if a mask [B, T, T] hides the packed documents of a window from each other."""
     device: Literal["cuda", "cpu"] = "cuda"
@@ -221,6 +224,11 @@ class Needs:
     def state(self) -> int:
         """Bytes of the optimizer's state, its operators left out."""
         return (self.states * self.shape.parameters - self.whitened) * self.stored
+
+    @property
+    def noise(self) -> int:
+        """Bytes of the buffers of correlated noise."""
+        return self.noise_buffers * self.shape.parameters * self.stored
 
     @property
     def weights(self) -> int:

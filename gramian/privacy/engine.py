@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gramian.core.byte_amounts import format_bytes
 from gramian.core.errors import GramianError
 from gramian.curvature import KFACNaturalGradient
 from gramian.parallel.process_grid import ProcessGrid
@@ -21,6 +22,7 @@ from gramian.privacy.clipping.clip_factors import ClippedBatch
 from gramian.privacy.clipping.clipping_plan import ClippingPlan
 from gramian.privacy.clipping.clipping_rule import Clipping
 from gramian.privacy.clipping.step_timing import Stopwatch
+from gramian.privacy.noise.noise_strategy import check_noise, is_correlated, kind_of
 from gramian.privacy.options import PrivacyOptions, Tuning, check_opacus, check_optimizer, is_number, sampling_rate
 from gramian.privacy.private_account import ADJACENCY, PrivateAccount
 from gramian.privacy.private_model import PrivateModel
@@ -91,6 +93,9 @@ class PrivacyEngine(PrivateAccount):
         noise_multiplier: float,
         max_grad_norm: float | Sequence[float],
         clip_function: str = "flat",
+        noise: str = "gaussian",
+        bands: int | None = None,
+        releases: int | None = None,
         clipping: str = "auto",
         norm_algorithm: str = "auto",
         loss_reduction: str | float = "mean",
@@ -119,6 +124,10 @@ class PrivacyEngine(PrivateAccount):
             clip_function: "flat": min(1, C/norm); "per_layer": min(1, C_l/norm) of each layer's part, C_l = C/√layers;
                 "automatic": C/(norm + 0.01); "adaptive": as flat, with a C that follows the median norm privately, from
                 max_grad_norm on.
+            noise: "gaussian": independent in every release; "bandmf" and "bisr": correlated over releases, so that it cancels
+                in part, with records in groups that are drawn from in turn (docs/concepts/correlated_noise.md).
+            bands: releases over which noise is correlated; "bandmf" stores bands - 1 tensors as large as the gradients.
+            releases: number of releases of the whole run, beyond which a step is refused; "bandmf" needs it beforehand.
             clipping: what a backward stores until the clip factors are known: "bookkeeping": inputs and output gradients;
                 "keep": per-sample gradients; "two_pass": nothing, the backward runs twice; "auto", or "flat" as in Opacus: the
                 fastest of these within memory_budget.
@@ -159,6 +168,9 @@ class PrivacyEngine(PrivateAccount):
             noise_multiplier=noise_multiplier,
             max_grad_norm=tuple(max_grad_norm) if isinstance(max_grad_norm, list | tuple) else max_grad_norm,  # type: ignore[arg-type]
             clip_function=clip_function,  # type: ignore[arg-type]
+            noise=noise,  # type: ignore[arg-type]
+            bands=bands,
+            releases=releases,
             clipping="auto" if clipping == "flat" else clipping,  # type: ignore[arg-type]
             norm_algorithm=norm_algorithm,  # type: ignore[arg-type]
             loss_reduction=loss_reduction,
@@ -219,8 +231,12 @@ class PrivacyEngine(PrivateAccount):
         yielded = epochs * max(1, round(size / rate.expected_batch))
         steps = math.ceil(max(epochs / rate.sample_rate, yielded))
         mechanism = self._ledger.accounting.mechanism
-        truncation = (records or 0, options.get("max_draw") or 0) if poisson == "truncated" else ()
-        noise = find_noise_multiplier(target_epsilon, target_delta, rate.sample_rate, steps, mechanism, truncation)
+        rest: tuple[Any, ...] = (records or 0, options.get("max_draw") or 0) if poisson == "truncated" else ()
+        if is_correlated(options.get("noise", "gaussian")):
+            steps = options["releases"] = options.get("releases") or steps
+            check_noise(options["noise"], options.get("bands"), steps)
+            rest = kind_of(options["noise"], options.get("bands"), rate.sample_rate)
+        noise = find_noise_multiplier(target_epsilon, target_delta, rate.sample_rate, steps, mechanism, rest)
         made = self.make_private(data_loader=data_loader, noise_multiplier=noise, **options)
         self.limit_epsilon(target_epsilon, target_delta, planned=steps)
         return made
@@ -340,7 +356,10 @@ class PrivacyEngine(PrivateAccount):
         if self._installed is None or self._installed.clipping.plan is None:
             return None
         proof = self.proof
-        notes = f"rows: {proof['rows']}; loss: {proof['loss']}; adjacency: {ADJACENCY}"
+        noise, stored = self._installed.noise_record(1), ""
+        if "bytes" in noise:
+            stored = f"; noise: {noise['name']}, {noise['bands']} bands, {format_bytes(noise['bytes'])} of buffers"
+        notes = f"rows: {proof['rows']}; loss: {proof['loss']}; adjacency: {ADJACENCY}{stored}"
         return replace(self._installed.clipping.plan, proof=notes)
 
     @property
@@ -361,7 +380,9 @@ class PrivacyEngine(PrivateAccount):
         """
         if self._installed is not None and self._installed.sums.moved:
             raise GramianError("state_dict: a draw is under way; expected it between step() and the next batch")
-        return {**self._ledger.state_dict(), "nonfinite": self.nonfinite}
+        noise = self._ledger.noise_state if self._installed is None else self._installed.noise_state()
+        more = {} if noise is None else {"noise": noise}
+        return {**self._ledger.state_dict(), "nonfinite": self.nonfinite, **more}
 
     def load_state_dict(self, state: Mapping[str, Any], *, replay: bool = False) -> None:
         """Load the account and the key of a checkpoint; ε that was spent since is never refunded.

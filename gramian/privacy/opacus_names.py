@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from gramian.core.errors import GramianError
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.privacy.accounting.accountant import Accounting
-from gramian.privacy.accounting.epsilon import History, event_of
+from gramian.privacy.accounting.epsilon import History, event_of, plain_run
 from gramian.privacy.accounting.ledger import Ledger
 from gramian.privacy.clipping.refused_modules import layers_with_sites, refuse_mixing
 from gramian.privacy.clipping.trained_parameters import trained_parameters
@@ -47,7 +47,7 @@ class AccountView:
 
         account = self._accounting
         return ComposedDpEvent(
-            [SelfComposedDpEvent(event_of(run), run[2]) for run in (*account.history, *account.others)]
+            [SelfComposedDpEvent(event_of(run), run[2]) for run in map(plain_run, (*account.history, *account.others))]
         )
 
     def mechanism(self) -> str:

@@ -15,6 +15,7 @@ from gramian.core.byte_amounts import parse_bytes
 from gramian.core.errors import GramianError
 from gramian.optim.kfac_optimizer import KFAC
 from gramian.privacy.clipping.clip_factors import FunctionName
+from gramian.privacy.noise.noise_strategy import NoiseName, check_noise, is_correlated
 from gramian.privacy.sampling.population import batch_size_of, population
 from gramian.taps.capture import check_arguments
 
@@ -41,6 +42,9 @@ class PrivacyOptions:
     max_physical_batch: int | None
     memory_budget: int | str | None
     loss_scale: "float | torch.amp.GradScaler"
+    noise: NoiseName
+    bands: int | None
+    releases: int | None
 
     def __post_init__(self) -> None:
         """Check all fields; raises a `GramianError` that names the first one with an invalid value."""
@@ -74,6 +78,17 @@ class PrivacyOptions:
             raise GramianError(
                 f"max_draw: is {self.max_draw} with poisson_sampling={self.poisson_sampling!r}; expected a number of samples "
                 'with "truncated", and None otherwise'
+            )
+        check_noise(self.noise, self.bands, self.releases)
+        if is_correlated(self.noise) and self.poisson_sampling is not True:
+            raise GramianError(
+                f'poisson_sampling: is {self.poisson_sampling!r}, and noise="{self.noise}" counts on the draws of cyclic '
+                "sampling; expected True"
+            )
+        if is_correlated(self.noise) and self.clip_function == "adaptive":
+            raise GramianError(
+                f'clip_function: "adaptive" changes the scale of the noise with every release, so that noise="{self.noise}" '
+                "does not cancel, and its count would need a share of the sensitivity; expected another function"
             )
         check_arguments(self.loss_reduction, None, None, None, self.loss_scale)
         if not isinstance(self.loss_reduction, str) and self.loss_reduction < 0:

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gramian.core.errors import GramianError
 from gramian.privacy.accounting.release_limit import ReleaseLimit
@@ -48,6 +48,19 @@ class PrivateAccount(OpacusNames):
         if not isinstance(other, PrivateAccount):
             raise GramianError(f"compose: expected a gramian.PrivacyEngine, got {type(other).__name__}")
         self._ledger.accounting.compose(other._ledger.accounting)
+
+    def noise_record(self, releases: int) -> dict[str, Any]:
+        """What the noise is, as JSON values: its name and, correlated, bands, groups of records, bytes stored, and errors.
+
+        "prefix error": the root mean square of the noise in the sums of the first 1, …, `releases` releases, divided by
+        noise_multiplier · max_grad_norm; "of independent noise": the same for noise="gaussian".
+
+        Raises:
+            GramianError: before the first `make_private`.
+        """
+        if self._model is None:
+            raise GramianError("engine: makes no model private; expected make_private before")
+        return self._model.noise_record(releases)
 
     def limit_epsilon(self, target_epsilon: float, target_delta: float, *, planned: int = 0) -> None:
         """From now on, refuse a step before it begins if ε would then exceed `target_epsilon` at `target_delta`.

@@ -1,5 +1,6 @@
 """A model in private training: what `make_private` installs on the model, its optimizer and its loader, until `detach`."""
 
+import math
 import warnings
 import weakref
 from collections.abc import Collection, Sized
@@ -23,7 +24,7 @@ from gramian.privacy.accounting.ledger import Ledger
 from gramian.privacy.audit.bypass import BypassDetector, OutsideParameters
 from gramian.privacy.audit.proof_log import ProofLog
 from gramian.privacy.audit.single_sample_checks import carries_no_state, refuse_ambiguous_batch
-from gramian.privacy.audit.weights_digest import weight_digest
+from gramian.privacy.audit.weights_digest import digest, weight_digest
 from gramian.privacy.clipping.clip_factors import ClipFunction
 from gramian.privacy.clipping.clipping_rule import Clipping
 from gramian.privacy.clipping.gradient_sums import GradientSums
@@ -33,8 +34,11 @@ from gramian.privacy.clipping.single_sample_clipping import SingleSampleClipping
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.privacy.clipping.trained_parameters import trained_parameters
 from gramian.privacy.metric.public_metric import PublicMetric
+from gramian.privacy.noise.correlated_noise import CorrelatedNoise, buffer_bytes
+from gramian.privacy.noise.noise_strategy import NoiseStrategy, is_correlated, kind_of
 from gramian.privacy.options import PrivacyOptions, Tuning, innermost, sampling_rate
 from gramian.privacy.private_step import PrivateStep
+from gramian.privacy.sampling.cyclic import Groups
 from gramian.privacy.sampling.dataset_fingerprint import dataset_fingerprint
 from gramian.privacy.sampling.poisson import Piece
 from gramian.privacy.sampling.population import population
@@ -46,7 +50,9 @@ from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.proof.single_unit import SampleAlone
 from gramian.taps.sites.site import first_tensor
 
-DEFAULTS_OF_LATER = (("max_draw", None), ("clip_function", "flat"))
+DEFAULTS_OF_LATER = (
+    ("max_draw", None), ("clip_function", "flat"), ("noise", "gaussian"), ("bands", None), ("releases", None),
+)  # fmt: skip
 """Options that states of older versions do not know, with the values at which those versions ran: they are not compared."""
 _private: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 EAGER = "a private step draws its noise outside of any graph; expected fullgraph=False"
@@ -107,6 +113,14 @@ class PrivateModel:
                 "poisson_sampling: is off; epsilon is computed as if every batch were a Poisson draw", stacklevel=3
             )
         self.metric = None if metric is None else PublicMetric(metric, self.root, self.trained, self.parallel)
+        self.strategy: NoiseStrategy | None = None
+        if is_correlated(options.noise):
+            assert options.bands is not None
+            if metric is not None:
+                raise GramianError(
+                    f'metric: its noise is formed anew for every release; expected noise="gaussian", got {options.noise!r}'
+                )
+            self.strategy = NoiseStrategy.of(options.noise, options.bands, options.releases)
         self.clip = ClipFunction(options.clip_function, options.max_grad_norm, list(self.trained))
         self.quantile: PrivateQuantile | None = None
         if options.clip_function == "adaptive":
@@ -125,6 +139,7 @@ class PrivateModel:
             self._collate = None if options.poisson_sampling else _record_batches(stack, data_loader)
             self._install(stack)
             self._resume_clip_norm()
+            self._resume_noise()
             _private.add(self.root)
             stack.callback(_private.discard, self.root)
             self._installed = stack.pop_all()
@@ -150,8 +165,9 @@ class PrivateModel:
         self._ledger.accounting.record(*self._kind)
         self._resume_clip_norm()
         self.step.restart()
+        self._resume_noise()
         if self.loader is not None:
-            self.loader.rekey(self._ledger.secrets.sampling_key)
+            self.loader.rekey(self._ledger.secrets.sampling_key, self._groups_key())
 
     def _resume_clip_norm(self) -> None:
         """Go on from the clip norm of a state that was loaded, with "adaptive"; begin with max_grad_norm without one."""
@@ -159,6 +175,40 @@ class PrivateModel:
         if self.quantile is not None and ledger.clip_norm_is_due and ledger.clip_norm is not None:
             limits[0] = ledger.clip_norm
         ledger.clip_norm, ledger.clip_norm_is_due = None if self.quantile is None else limits[0], False
+
+    def noise_record(self, releases: int) -> dict[str, Any]:
+        """See `PrivacyEngine.noise_record`."""
+        found: dict[str, Any] = {"name": self.options.noise}
+        if self.strategy is not None and len(self._kind) == 5:
+            found |= {"bands": self.strategy.bands, "groups": self._kind[4], "releases": self.options.releases}
+            found |= {"bytes": buffer_bytes(self.strategy, self.trained), "prefix error": self.strategy.error(releases)}
+            found |= {"of independent noise": math.sqrt((releases + 1) / 2)}
+        return found
+
+    def noise_state(self) -> dict[str, Any] | None:
+        """State of the correlated noise, sharded as the parameters; None for independent noise."""
+        noise = self.step.noise
+        return noise.state_dict(self.trained) if isinstance(noise, CorrelatedNoise) else None
+
+    def _resume_noise(self) -> None:
+        """Go on from the correlated noise of a state that is replayed, if there is one. Collective.
+
+        Raises:
+            GramianError: if it does not fit the parameters, or is not on every process; nothing is replayed then.
+        """
+        noise, state = self.step.noise, self._ledger.noise_state
+        self._ledger.noise_state = None
+        if not isinstance(noise, CorrelatedNoise):
+            return
+        if state is not None:
+            try:
+                noise.load_state_dict(state, self.trained)
+            except GramianError:
+                self._ledger.end_replay()
+                raise
+        numbers = {"noise": digest(noise.numbers())}
+        if self.parallel.differing(numbers, next(iter(self.trained.values())).device) is not None:
+            raise GramianError("state: its noise is not on every process; expected load_state_dict on all of them")
 
     # ---- installation ----------------------------------------------------------------------------------------------
 
@@ -169,6 +219,8 @@ class PrivateModel:
         marked |= {"expected_batch": rate.expected_batch, "sample_rate": rate.sample_rate}
         marked["loss_scale"] = type(options.loss_scale).__name__
         shapes = [(name, tuple(p.shape)) for name, p in self.trained.items()]
+        if self.strategy is not None:
+            marked["noise"] = (options.noise, self.strategy.coefficients)
         marked["optimizer"] = [type(self._optimizer).__name__, shapes]
         records = getattr(data_loader, "dataset", None)
         drawn = options.poisson_sampling and isinstance(records, Sized) and not isinstance(records, IterableDataset)
@@ -176,7 +228,8 @@ class PrivateModel:
         device = next(iter(self.trained.values())).device
         weights = partial(weight_digest, self.root, self._optimizer, self.trained, self.parallel)
         stack.callback(self._ledger.close)
-        self._kind: Kind = (options.noise_multiplier, rate.sample_rate, *self._truncation())
+        rest = self._truncation() or kind_of(options.noise, options.bands, rate.sample_rate)
+        self._kind: Kind = (options.noise_multiplier, rate.sample_rate, *rest)
         self._ledger.open(
             marked,
             data,
@@ -199,7 +252,12 @@ class PrivateModel:
             world_size=self.parallel.size,
             max_physical_batch=self.options.max_physical_batch,
             max_draw=self.options.max_draw,
+            groups=Groups(self._groups_key(), self._kind[4]) if len(self._kind) == 5 else None,
         )
+
+    def _groups_key(self) -> bytes:
+        """Key of the records' groups in cyclic sampling, the first process's; it stays the same over resumes."""
+        return self.parallel.from_first(self._ledger.signing.subkey("groups"), next(iter(self.trained.values())).device)
 
     def _truncation(self) -> tuple[()] | tuple[int, int]:
         """(records, largest draw) for the accountant if draws are truncated, else ()."""
@@ -242,6 +300,7 @@ class PrivateModel:
             self.clip,
             self.quantile,
             self.metric,
+            self.strategy,
         )
         self.clipping.on_begin, self.clipping.on_done = self.step.before_backward, self.step.after_backward
         handle = self._optimizer.register_step_pre_hook(torch.compiler.disable(self.step.hook, reason=EAGER))

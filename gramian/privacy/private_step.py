@@ -23,7 +23,9 @@ from gramian.privacy.clipping.private_quantile import PrivateQuantile
 from gramian.privacy.clipping.single_sample_clipping import SingleSampleClipping
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.privacy.metric.public_metric import PublicMetric
+from gramian.privacy.noise.correlated_noise import CorrelatedNoise
 from gramian.privacy.noise.element_noise import NoisePlan
+from gramian.privacy.noise.noise_strategy import NoiseStrategy
 from gramian.privacy.options import PrivacyOptions, SamplingRate
 from gramian.privacy.sampling.draw_progress import DrawProgress
 from gramian.privacy.sampling.poisson import Piece
@@ -45,13 +47,16 @@ class PrivateStep:
         clip: ClipFunction,
         quantile: PrivateQuantile | None,
         metric: PublicMetric | None,
+        strategy: NoiseStrategy | None,
     ) -> None:
         """Store the parts; `clipping` computes the clipped sums of each backward and adds them to `sums`.
 
         `clip` says how large they are, and with "adaptive" `quantile` changes it with every release. Norms are measured, and
-        noise is drawn, in the `metric`, if there is one.
+        noise is drawn, in the `metric`, if there is one. `strategy` correlates the noise; None: it is independent in every
+        release.
         """
-        self._clip, self._quantile, self._metric = clip, quantile, metric
+        self._clip, self._quantile = clip, quantile
+        self._metric, self._strategy = metric, strategy
         self._options, self._rate, self._trained, self._outside = options, rate, dict(trained), outside
         self._sums, self._clipping, self._ledger, self._stopwatch = sums, clipping, ledger, stopwatch
         self.on_clipped: Callable[[ClippedBatch], None] = lambda clipped: None
@@ -63,7 +68,8 @@ class PrivateStep:
     def restart(self) -> None:
         """Drop the sums of the draw under way, and use the ledger's present noise key from now on."""
         shapes = [(name, tuple(p.shape)) for name, p in self._trained.items()]
-        self._noise = NoisePlan(self._ledger.secrets.noise_key, shapes)
+        plan = NoisePlan(self._ledger.secrets.noise_key, shapes)
+        self.noise = plan if self._strategy is None else CorrelatedNoise(plan, self._strategy)
         self.progress = DrawProgress()
         self._forget()
 
@@ -167,7 +173,7 @@ class PrivateStep:
         with torch.no_grad(), self._stopwatch.time("step", cuda=next(iter(self._trained.values())).is_cuda):
             sigma = options.noise_multiplier if self._quantile is None else self._quantile.noise_multiplier
             std = sigma * self._clip.sensitivity
-            self._sums.release(self._noise, number, std, self._rate.expected_batch, scaling, self._metric)
+            self._sums.release(self.noise, number, std, self._rate.expected_batch, scaling, self._metric)
             if self._metric is not None:
                 self._metric.end_draw()
             if self._quantile is not None:

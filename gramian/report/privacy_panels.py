@@ -76,6 +76,7 @@ def _mechanism(private: Sequence[RunData], several: bool) -> Panel:
             "ε is": validity(run),
             "δ": run.option("privacy", "delta"),
             "noise multiplier": facts.get("noise_multiplier"),
+            "noise": _noise(facts.get("noise")),
             "clip norm": run.option("privacy", "max_grad_norm"),
             "sample rate": facts.get("sample_rate"),
             "unit of privacy": facts.get("unit"),
@@ -85,6 +86,15 @@ def _mechanism(private: Sequence[RunData], several: bool) -> Panel:
         rows += [{RUN: run.name, "what": what, "value": value} for what, value in shown.items() if value is not None]
     note = "Numbers listed as not covered are computed on private data without noise: do not publish them with ε."
     return Panel(SECTION, "What ε covers", PanelTable((*([RUN] if several else []), "what", "value"), rows), note=note)
+
+
+def _noise(noise: Any) -> str | None:
+    """What the record says of correlated noise; None for independent noise, and for records without it."""
+    if not isinstance(noise, Mapping) or "bands" not in noise:
+        return None
+    error, plain = number(noise.get("prefix error")), number(noise.get("of independent noise"))
+    says = f"{noise.get('name')}, {noise['bands']} bands, {noise.get('groups')} groups of records"
+    return says if error is None or plain is None else f"{says}; in sums {error:.3g} σC, independent {plain:.3g} σC"
 
 
 def _audit(private: Sequence[RunData], several: bool) -> list[Panel]:

@@ -120,8 +120,11 @@ def _privacy(run: RunData) -> list[str]:
     facts = run.record.get("privacy")
     if not isinstance(facts, Mapping):
         return []
+    noise = facts.get("noise")
+    correlated = isinstance(noise, Mapping) and "bands" in noise
+    how = f" ({noise['name']} over {noise['bands']} releases)" if correlated else ""
     return [
-        f"Training is private (DP-SGD): noise multiplier {_text(facts.get('noise_multiplier'))}, sample rate "
+        f"Training is private (DP-SGD): noise multiplier {_text(facts.get('noise_multiplier'))}{how}, sample rate "
         f"{_text(facts.get('sample_rate'))}, clip norm {_option(run, 'privacy', 'max_grad_norm')}, unit "
         f"{_text(facts.get('unit'))}; ε = {_text(last_epsilon(run))} at δ = {_option(run, 'privacy', 'delta')} "
         f"({validity(run)}). Tokens and validation losses above are not covered by ε."

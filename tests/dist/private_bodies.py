@@ -291,20 +291,31 @@ def noise_of_shards(rank: int, world_size: int, way: str) -> Tensor:
 
 
 def resumed_run(
-    rank: int, world_size: int, way: str, folder: str, seed: int | None, replay: bool, other_weights: bool
+    rank: int,
+    world_size: int,
+    way: str,
+    folder: str,
+    seed: int | None,
+    replay: bool,
+    other_weights: bool,
+    more: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Two steps, a checkpoint, two steps; then a new engine from the checkpoint: replayed or not, on other weights or not."""
+    """Two steps, a checkpoint, two steps; then a new engine from the checkpoint: replayed or not, on other weights or not.
+
+    With `more` options the checkpoint has the state of every process.
+    """
     p = problem("mlp", SAMPLES)
     options = {
         "lr": 0.25, "noise_multiplier": 1.0, "poisson_sampling": True, "sample_rate": RATE,
-        "expected_batch": RATE * SAMPLES, "seed": seed,
+        "expected_batch": RATE * SAMPLES, "seed": seed, **more,
     }  # fmt: skip
+    file = Path(folder) / f"engine {rank if more else 0}.pt"
     private = make_private(p, wrap(way, p.model()), **options)
     private.engine.bind_counter(str(Path(folder) / "counter.json"))
     go_on(private, 2)
     weights = parameters_of(private.model)
-    if rank == 0:
-        save_private(Path(folder) / "engine.pt", private.engine.state_dict())
+    if rank == 0 or more:
+        save_private(file, private.engine.state_dict())
     dist.barrier()
     drawn = go_on(private, 2)
     ended = parameters_of(private.model)
@@ -317,7 +328,7 @@ def resumed_run(
         next(fresh.parameters()).data.view(-1)[0] += 1.0
     again = make_private(p, wrap(way, fresh), **options)
     again.engine.bind_counter(str(Path(folder) / "counter.json"), must_exist=True)
-    again.engine.load_state_dict(load_private(Path(folder) / "engine.pt"), replay=replay)
+    again.engine.load_state_dict(load_private(file), replay=replay)
     assert again.engine.steps == 4, "a resume refunds nothing"
     redrawn = go_on(again, 2)
     reached = parameters_of(again.model)
@@ -578,10 +589,16 @@ def compare_runs(
 
 
 def compare_resumed(
-    world_size: int, way: str, folder: Path, replay: bool, seed: int | None = None, other_weights: bool = False
+    world_size: int,
+    way: str,
+    folder: Path,
+    replay: bool,
+    seed: int | None = None,
+    other_weights: bool = False,
+    more: Mapping[str, Any] | None = None,
 ) -> None:
     """A replay is the same releases, bit for bit, counted once; a resume that is none draws and noises anew."""
-    for result in run_on_ranks(world_size, resumed_run, way, str(folder), seed, replay, other_weights):
+    for result in run_on_ranks(world_size, resumed_run, way, str(folder), seed, replay, other_weights, more or {}):
         replay = replay and not other_weights
         same = all(torch.equal(result["ended"][key], result["reached"][key]) for key in result["ended"])
         drawn = len(result["drawn"]) == len(result["redrawn"]) and all(

@@ -30,6 +30,7 @@ import gramian
 from gramian.kernels.norms import direct_squares, gram_squares
 from gramian.oracles.clipped_sum import clipped_sum
 from gramian.parallel.process_grid import ProcessGrid
+from gramian.privacy.accounting.epsilon import epsilon_of
 from gramian.privacy.clipping import gradient_sums
 from gramian.privacy.clipping.gradient_sums import GradientSums
 from gramian.privacy.clipping.loss_scaling import Scaling
@@ -50,6 +51,7 @@ from tests.privacy import (
     test_clip_functions,
     test_clipping,
     test_contract,
+    test_correlated_noise,
     test_engine,
     test_engine_state,
     test_integrity,
@@ -415,6 +417,26 @@ def _sums(
 
 def _cancelling(storage: str, algorithm: str) -> Callable[[], None]:
     return partial(test_clipping.test_norms_survive_cancellation_in_float32, storage, algorithm, 1e4)
+
+
+def _correlated_matrix(name: str, bands: int) -> Callable[[], None]:
+    return partial(
+        test_correlated_noise.test_over_t_releases_the_noise_is_c_inverse_times_the_draws_of_the_key_stream, name, bands
+    )
+
+
+def _uncached(test: Callable[..., None], *case: Any) -> Callable[[], None]:
+    """A test of numbers that are cached."""
+
+    @functools.wraps(test)
+    def check() -> None:
+        epsilon_of.cache_clear()
+        try:
+            test(*case)
+        finally:
+            epsilon_of.cache_clear()
+
+    return check
 
 
 def _in_folder(test: Callable[..., None], *case: Any) -> Callable[[], None]:
@@ -1338,8 +1360,65 @@ BUGS = (
     ),
     Mutation(
         "old draws with restored noise",
-        Edit("PrivateModel.restart", "self.loader.rekey(self._ledger.secrets.sampling_key)", "pass"),
+        Edit(
+            "PrivateModel.restart", "self.loader.rekey(self._ledger.secrets.sampling_key, self._groups_key())", "pass"
+        ),
         test_engine_state.test_a_state_loaded_after_make_private_draws_and_noises_with_its_own_key,
+    ),
+    Mutation(
+        "old noise correlated across a lost release",
+        Edit("CorrelatedNoise._of", "self._past[key].next != release", "False"),
+        partial(test_correlated_noise.test_after_a_gap_or_with_a_new_key_the_correlation_begins_anew, "bandmf", 4),
+    ),
+    Mutation(
+        "band of another release",
+        Edit("CorrelatedNoise._recur", "(release - lag) % rows", "(release + lag) % rows"),
+        _correlated_matrix("bandmf", 4),
+    ),
+    Mutation(
+        "past draws of the wrong sign",
+        Edit("CorrelatedNoise._redraw", "-1.0 if lag == 1 else 1.0", "1.0"),
+        _correlated_matrix("bisr", 3),
+    ),
+    Mutation(
+        "records of all groups in every draw",
+        Edit("Groups.cyclic_draw", "return indices[self.of(size)[indices] == number % self.count]", "return indices"),
+        test_correlated_noise.test_a_record_is_drawn_from_its_own_group_at_the_rate_of_the_group,
+    ),
+    Mutation(
+        "amplification at the rate of all records",
+        Edit("epsilon:plain_run", "min(1.0, rate * groups)", "rate"),
+        _uncached(test_correlated_noise.test_epsilon_of_banded_noise_is_the_published_one_of_amplification),
+    ),
+    Mutation(
+        "one participation of several accounted",
+        Edit("noise_strategy:sensitivity_of_roots", "np.cumsum(np.pad(", "(lambda t, axis: t)(np.pad("),
+        _uncached(
+            test_correlated_noise.test_sensitivity_is_the_largest_over_all_participations_and_directions, "bisr", 3, 3
+        ),
+    ),
+    Mutation(
+        "two runs of correlated noise accounted as one",
+        Edit("accountant:_merged", "if len(run) == 6:", "if False:"),
+        test_correlated_noise.test_runs_of_correlated_noise_pay_for_participations_of_their_own,
+    ),
+    Mutation(
+        "releases beyond those that noise was made for",
+        Edit("Ledger.refuse_past_limit", "fixed is not None and", "False and"),
+        _in_folder(test_correlated_noise.test_lost_releases_use_up_the_fixed_number_and_past_it_a_step_is_refused),
+    ),
+    Mutation(
+        "buffers of noise lost in a replay",
+        Edit("PrivateModel._resume_noise", "noise.load_state_dict(state, self.trained)", "pass"),
+        partial(
+            test_correlated_noise.test_a_replay_goes_on_with_the_same_noise_and_a_resume_without_begins_anew,
+            test_correlated_noise.CORRELATED["bandmf"],
+        ),
+    ),
+    Mutation(
+        "groups drawn anew after a resume",
+        Edit("PrivateModel._groups_key", "self._ledger.signing.subkey", "self._ledger.secrets.subkey"),
+        test_correlated_noise.test_the_group_of_a_record_outlives_the_key_of_the_draws,
     ),
     Mutation(
         "counter file of no kind refused",

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ from safetensors.torch import load_file
 
 from gramian.cli import main
 from gramian.core.errors import GramianError
+from gramian.report.report_file import write_run_report
+from gramian.train.build.memory_needs import needs_of
 from gramian.train.build.run_parts import Parts
 from gramian.train.config.config import Config, load_config, parse_config
 from gramian.train.loop import trainer as trainer_module
 from gramian.train.loop.objective import Measured
 from gramian.train.loop.private_stepper import PrivateStepper
 from gramian.train.state.run_folder import read_lines
+from tests.kit.refusals import refusal
 from tests.train.runs import PRIVATE, events, run, small
 
 
@@ -130,6 +134,48 @@ def test_a_failed_repetition_stays_in_the_record_of_the_resumed_run(tmp_path: Pa
     assert run(config, mixes_from(3, fail))[1].reason == "done"
     assert (told(config)["epsilon"], told(config)["epsilon_not_valid_because"]) == ("not valid", reasons)
     assert told(config)["proof"]["rows"] == "proven"
+
+
+# ---- correlated noise --------------------------------------------------------------------------------------------------
+
+
+def test_correlated_noise_is_planned_recorded_and_its_releases_are_fixed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = private(tmp_path / "run", noise="bandmf", bands=3, proof="off")
+    with pytest.warns(UserWarning, match='proof: is "off"'):
+        run(config)
+    noise = told(config)["noise"]
+    assert (noise["name"], noise["bands"], noise["groups"], noise["releases"]) == ("bandmf", 3, 3, 6)
+    assert noise["prefix error"] < 0.9 * noise["of independent noise"] == 0.9 * math.sqrt(7 / 2)
+    ledger = json.loads((tmp_path / "run" / "releases.json").read_text())["about"]["chain"]["runs"]
+    assert (
+        ledger[0][1] == 6 and ledger[0][0] | {"noise": "bandmf", "bands": 3, "groups": 3, "releases": 6} == ledger[0][0]
+    )
+    assert write_run_report(tmp_path / "run", private=True) is None
+    assert "bandmf, 3 bands" in (tmp_path / "run" / "report.html").read_text()
+    (tmp_path / "run.toml").write_text(config.toml())
+    assert main(["plan", str(tmp_path / "run.toml")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "noise bandmf over 3 releases: 2 buffers" in shown
+    parameters = needs_of(config, 257, "fp32", "cpu").shape.parameters
+    assert noise["bytes"] == 2 * 4 * parameters == needs_of(config, 257, "fp32", "cpu").noise
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"noise": "bandmf"}, "privacy.bands: is not given"),
+    ({"bands": 3}, "privacy.bands: is 3"),
+    ({"noise": "bandmf", "bands": 7}, "privacy.bands: is 7; expected at most run.steps"),
+    ({"noise": "bisr", "bands": 7, "clip_function": "adaptive"}, "privacy.clip_function: adaptive does not go"),
+    ({"noise": "bisr", "bands": 7, "accountant": "gdp"}, "privacy.accountant: gdp does not go"),
+    ({"noise": "bisr", "bands": 7, "accountant": "pld", "max_draw": 9}, "privacy.max_draw: 9 does not go"),
+]
+
+
+@pytest.mark.parametrize("keys, line", REFUSED, ids=range(len(REFUSED)))
+def test_keys_that_do_not_go_with_correlated_noise_are_named(keys: dict[str, Any], line: str, tmp_path: Path) -> None:
+    with refusal(re.escape(line)):
+        private(tmp_path / "run", **keys)
 
 
 # ---- decisions -------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "checkpoint": {"snapshot_every": 2, "every": 4},
 }
 """With few tokens sides are of low rank, and their rows spread over processes, one of which has a row of data more."""
+BANDED = {"noise": "bandmf", "bands": 3}
 RUNS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "plain": (1, {"model": {"dropout": 0.1}, "data": {"micro_batch": 3}}),
     "plain, two processes": (2, {}),
@@ -63,11 +64,17 @@ RUNS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
         },
     ),
     "private": (1, {"privacy": UNPROVEN}),
+    "private, correlated noise": (1, {"privacy": {**UNPROVEN, **BANDED}}),
+    "private, correlated noise without buffers": (1, {"privacy": {**UNPROVEN, "noise": "bisr", "bands": 4}}),
+    "private, correlated noise, sharded, two processes": (
+        2,
+        {"privacy": {**UNPROVEN, **BANDED}, "parallel": {"strategy": "fsdp2"}},
+    ),
     "private, two processes": (2, {"privacy": PRIVATE, "data": {"micro_batch": 3}}),
 }
 
 
-SAMPLED = ("private", "optimizer K-FAC")
+SAMPLED = ("private, correlated noise", "optimizer K-FAC")
 
 
 @pytest.mark.parametrize("kind", RUNS if FULL else SAMPLED)

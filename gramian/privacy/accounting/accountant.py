@@ -12,9 +12,14 @@ from typing import Any
 
 from gramian.core.errors import GramianError
 from gramian.privacy.accounting.epsilon import MECHANISMS, History, Run, check_installed, epsilon_of
+from gramian.privacy.noise.noise_strategy import CORRELATED
 
-Kind = tuple[float, float] | tuple[float, float, int, int]
-"""What a step spends: (noise multiplier, sample rate), and for truncated Poisson draws also (records, largest draw)."""
+Kind = tuple[float, float] | tuple[float, float, int, int] | tuple[float, float, str, int, int]
+"""What a step spends: (noise multiplier, sample rate), and for truncated Poisson draws also (records, largest draw), for
+correlated noise (its name, bands, groups)."""
+
+FACTS = {2: (), 4: ("records", "max_draw"), 5: ("noise", "bands", "groups")}
+"""Names of what a kind has beside noise multiplier and sample rate, by its length."""
 
 
 class Accounting:
@@ -50,7 +55,7 @@ class Accounting:
 
     @property
     def history(self) -> History:
-        """(noise multiplier, sample rate, steps) of every run of equal steps; truncated draws: also (records, largest draw)."""
+        """(noise multiplier, sample rate, steps) of every run of equal steps, and what else its kind has."""
         return tuple(run for run in self._history if run[2])
 
     @property
@@ -63,16 +68,22 @@ class Accounting:
         """Kind of the steps that follow; None: nothing was recorded."""
         return _kind(self._history[-1]) if self._history else None
 
-    def record(self, noise_multiplier: float, sample_rate: float, *truncation: int) -> None:
+    @property
+    def steps_of_kind(self) -> int:
+        """Number of steps of the present kind since the last step of another kind."""
+        return self._history[-1][2] if self._history else 0
+
+    def record(self, noise_multiplier: float, sample_rate: float, *rest: int | str) -> None:
         """Set the noise multiplier σ (0: no privacy) and sample rate, in (0, 1], of the steps that follow.
 
-        `truncation`: number of records and largest draw, of truncated Poisson draws. After a resume call `set_steps` with the
+        `rest`: number of records and largest draw, of truncated Poisson draws; or name, bands and groups of correlated noise,
+        whose σ is that of the draws z, and whose rate is that of all records. After a resume call `set_steps` with the
         counter's `spent` first: releases begun after the checkpoint had the old values.
 
         Raises:
             GramianError: for values out of range.
         """
-        kind: Kind = (noise_multiplier, sample_rate, *truncation)  # type: ignore[assignment]
+        kind: Kind = (noise_multiplier, sample_rate, *rest)  # type: ignore[assignment]
         _check_kind(kind)
         kind = (float(noise_multiplier), float(sample_rate), *kind[2:])
         if self._history and self._history[-1][2] == 0:
@@ -199,6 +210,17 @@ class Accounting:
         return f'Accounting("{self.mechanism}", {self.steps} steps)'
 
 
+def facts_of(kind: Kind) -> dict[str, Any]:
+    """A kind of steps as named facts, for the chain of releases; `history_of` is the way back."""
+    return dict(zip(("noise_multiplier", "sample_rate", *FACTS[len(kind)]), kind, strict=True))
+
+
+def history_of(facts: Mapping[str, Any], count: int) -> list[Any]:
+    """The run of a history, as in a `state_dict`, of `count` releases with these facts."""
+    names = next((names for names in FACTS.values() if names and names[0] in facts), ())
+    return [facts.get("noise_multiplier"), facts.get("sample_rate"), count, *(facts.get(name) for name in names)]
+
+
 def _kind(run: Run) -> Kind:
     return (run[0], run[1], *run[3:])
 
@@ -222,10 +244,12 @@ def _checked(history: Any) -> list[Run]:
 
 
 def _is_run(run: Any) -> bool:
-    """True for a run of the history: two numbers and one or three integers, none of them True or False."""
-    if not isinstance(run, list | tuple) or len(run) not in (3, 5) or any(isinstance(value, bool) for value in run):
+    """True for a run of the history: two numbers and 1 or 3 integers, or 3 with a name in the middle; no True or False."""
+    if not isinstance(run, list | tuple) or len(run) not in (3, 5, 6) or any(isinstance(value, bool) for value in run):
         return False
-    return all(isinstance(value, int | float) for value in run[:2]) and all(isinstance(n, int) for n in run[2:])
+    names, counts = (run[3:4], (run[2], *run[4:])) if len(run) == 6 else ((), run[2:])
+    numbers = all(isinstance(value, int | float) for value in run[:2]) and all(isinstance(n, int) for n in counts)
+    return numbers and all(name in CORRELATED for name in names)
 
 
 def _first(history: History, steps: int) -> History:
@@ -239,11 +263,18 @@ def _first(history: History, steps: int) -> History:
 
 
 def _merged(history: Iterable[Run]) -> History:
-    """The history with one run for each kind: the order of steps does not change ε, and a run is an FFT."""
+    """The history with one run for each kind: the order of steps does not change ε, and a run is an FFT.
+
+    Runs of correlated noise stay apart: each pays for participations of its own, and the correlation begins anew.
+    """
     steps: dict[Kind, int] = {}
+    apart = []
     for run in history:
-        steps[_kind(run)] = steps.get(_kind(run), 0) + run[2]
-    return tuple(_run(kind, count) for kind, count in steps.items())
+        if len(run) == 6:
+            apart.append(run)
+        else:
+            steps[_kind(run)] = steps.get(_kind(run), 0) + run[2]
+    return (*(_run(kind, count) for kind, count in steps.items()), *apart)
 
 
 def _check_mechanism(mechanism: str) -> None:
@@ -257,7 +288,11 @@ def _check_kind(kind: Kind) -> None:
         raise GramianError(f"noise_multiplier: {noise_multiplier}; expected a finite number of at least 0")
     if not 0 < sample_rate <= 1:
         raise GramianError(f"sample_rate: {sample_rate}; expected a probability in (0, 1]")
-    if len(kind) > 2 and not all(count >= 1 for count in kind[2:]):
+    if len(kind) == 5 and not (kind[3] >= 1 and kind[4] >= 1 and sample_rate * kind[4] < 1 + 1e-9):
+        raise GramianError(
+            f"bands: {kind[3]} over {kind[4]} groups; expected at least 1, and groups larger than a batch"
+        )
+    if len(kind) == 4 and not all(count >= 1 for count in kind[2:]):
         raise GramianError(f"max_draw: {kind[-1]} of {kind[2]} records; expected at least 1")
 
 

@@ -13,11 +13,13 @@ from typing import Any
 
 from gramian.core.errors import GramianError
 from gramian.privacy.noise.element_noise import MOST_ELEMENTS, TAIL_MASS, tail_delta
+from gramian.privacy.noise.noise_strategy import sensitivity_of_roots
 
 MECHANISMS = ("prv", "pld", "rdp", "gdp")
 
-Run = tuple[float, float, int] | tuple[float, float, int, int, int]
-"""Equal steps: (noise multiplier, sample rate, steps), and for truncated Poisson draws also (records, largest draw)."""
+Run = tuple[float, float, int] | tuple[float, float, int, int, int] | tuple[float, float, int, str, int, int]
+"""Equal steps: (noise multiplier, sample rate, steps), and for truncated Poisson draws also (records, largest draw), for
+correlated noise (its name, bands, groups)."""
 
 History = tuple[Run, ...]
 """Runs of equal steps, in order."""
@@ -63,11 +65,14 @@ def epsilon_of(mechanism: str, history: History, delta: float) -> float:
         return 0.0
     if any(run[0] == 0 for run in history):
         return math.inf
+    if mechanism == "gdp" and any(len(run) == 6 for run in history):
+        raise GramianError("accountant: gdp is a limit for releases of independent noise; expected prv, pld or rdp")
     if mechanism == "gdp" and len(history) > 1:
         raise GramianError(f"accountant: gdp over {len(history)} kinds of steps; expected one, or prv, pld or rdp")
-    if mechanism != "pld" and any(len(run) > 3 for run in history):
+    if mechanism != "pld" and any(len(run) == 5 for run in history):
         raise GramianError(f'accountant: {mechanism} has no bound for truncated Poisson draws; expected "pld"')
     left = left_for_normal_noise(history, delta)
+    given, history = history, tuple(plain_run(run) for run in history)
     if mechanism in ("prv", "pld"):
         check_resolved(mechanism, "delta", delta, left if left > 0 else delta, sum(run[2] for run in history))
     if left <= 0:
@@ -77,9 +82,9 @@ def epsilon_of(mechanism: str, history: History, delta: float) -> float:
         )
         return math.inf
     if mechanism in ("prv", "pld"):
-        bound = epsilon_of("rdp", tuple((run[0], run[1], run[2]) for run in history), delta)
+        bound = epsilon_of("rdp", tuple(run if len(run) == 6 else (run[0], run[1], run[2]) for run in given), delta)
         if bound > GRID_LIMIT:
-            if any(len(run) > 3 for run in history):
+            if any(len(run) == 5 for run in history):
                 raise GramianError(
                     f"accountant: pld has no answer for an epsilon of hundreds ({bound:.0f}); expected more noise"
                 )
@@ -172,10 +177,44 @@ def left_for_normal_noise(history: History, delta: float) -> float:
     is observed. If the data set without it is observed, its noise may lie where that of the other cannot: this has probability
     δ₀ in every step, and the ratio there is 1/(1 - q) at most, so that the excess is below min(1, q/(1 - q))·δ₀ ≤ 2q·δ₀. All
     densities inside the bound are divided by their mass z = (1 - 2⁻⁶⁴)^(pairs·steps). In a truncated draw the record may take
-    the place of another, and shifts the sum by up to 2C: δ₀(σ/2).
+    the place of another, and shifts the sum by up to 2C: δ₀(σ/2). Correlated noise: `correlated_tails`.
     """
-    tails = sum(min(1.0, 2 * run[1]) * run[2] * tail_delta(run[0] / (2 if len(run) > 3 else 1)) for run in history)
+    tails = sum(correlated_tails(run) if len(run) == 6 else _tails(run) for run in history)
     return (delta - tails) * (1 - sum(run[2] for run in history) * (MOST_ELEMENTS / 2) * TAIL_MASS)
+
+
+def _tails(run: Run) -> float:
+    return min(1.0, 2 * run[1]) * run[2] * tail_delta(run[0] / (2 if len(run) == 5 else 1))
+
+
+# ---- correlated noise ------------------------------------------------------------------------------------------------
+
+
+def plain_run(run: Run) -> Run:
+    """Steps of plain noise that cost as much as a run with correlated noise; any other run itself.
+
+    Of n releases a record can take part in k = ⌈n/groups⌉. "bandmf": k releases with the σ of the run and the rate within the
+    record's group, groups · rate, since columns of C are orthogonal and have norm 1 (Choquette-Choo et al. 2023, theorem 4).
+    "bisr": one release with the σ of the run over the sensitivity, in which the record takes part surely.
+    """
+    if len(run) != 6:
+        return run
+    sigma, rate, steps, name, bands, groups = run
+    if name == "bandmf":
+        return sigma, min(1.0, rate * groups), -(-steps // groups)
+    return sigma / sensitivity_of_roots(bands, groups, steps)[0], 1.0, 1
+
+
+def correlated_tails(run: tuple[float, float, int, str, int, int]) -> float:
+    """The part of δ for the missing tails of a run with correlated noise.
+
+    "bandmf": a participation shifts the draws of b releases, by a column of norm 1: `tail_delta` over b times as many elements.
+    "bisr": each of n releases may be shifted, by the largest row of the sum of columns at most: n·δ₀(σ/largest row).
+    """
+    sigma, rate, steps, name, bands, groups = run
+    if name == "bandmf":
+        return min(1.0, 2 * rate * groups) * -(-steps // groups) * tail_delta(sigma, bands)
+    return steps * tail_delta(sigma / sensitivity_of_roots(bands, groups, steps)[1])
 
 
 def _quietly(mechanism: str, what: str, instead: str, compute: Callable[[], float]) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 from gramian.core.errors import GramianError
 from gramian.kernels.normal_tail import NORMALS_VERSION
 from gramian.parallel.process_grid import ProcessGrid
-from gramian.privacy.accounting.accountant import Accounting, Kind
+from gramian.privacy.accounting.accountant import Accounting, Kind, facts_of
 from gramian.privacy.accounting.release_chain import ReleaseChain
 from gramian.privacy.accounting.release_limit import ReleaseLimit
 from gramian.privacy.accounting.signing_key import SigningKey
@@ -24,7 +24,7 @@ from gramian.privacy.noise.secrets import KEY_BYTES, ReleaseCounter, Secrets, is
 SCHEMA = 1
 SHARED = struct.Struct("16sd?")
 """What processes share beside the key: name of the account, clip norm (0: none), and whether it is due."""
-CHAINED = ("max_grad_norm", "expected_batch", "poisson_sampling", "clip_function")
+CHAINED = ("max_grad_norm", "expected_batch", "poisson_sampling", "clip_function", "releases")
 """Options that every entry of the chain of releases has, beside the noise multiplier and the sample rate."""
 
 
@@ -51,6 +51,8 @@ class Ledger:
         """Clip norm C_t of the next release with adaptive clipping, which has been published; None: another function."""
         self.clip_norm_is_due = False
         """True from a load until a model goes on from its clip norm."""
+        self.noise_state: Mapping[str, Any] | None = None
+        """State of the correlated noise of a state that is replayed, until a model goes on from it."""
         self._replayed_options: dict[str, int] | None = None  # digests that a replay must have, until it ends
         self._uncounted = False  # True if releases may have been begun that are not in the counter
         self._weights: Callable[[], Tensor] | None = None
@@ -113,8 +115,13 @@ class Ledger:
             self._renew_key()
 
     def refuse_past_limit(self) -> None:
-        """Raise a `GramianError` if the next release is a new one, and would exceed the target ε."""
-        if self.limit is not None and self.counter.released == self.counter.spent:
+        """Raise a `GramianError` if the next release is a new one, and would exceed the fixed number or the target ε."""
+        if self.counter.released < self.counter.spent:
+            return
+        fixed = self._facts.get("releases")
+        if fixed is not None and self.accounting.steps_of_kind >= fixed:
+            raise GramianError(f"releases: all {fixed} are spent, lost ones too; expected a larger number beforehand")
+        if self.limit is not None:
             self.limit.refuse(self.accounting)
 
     def begin(self) -> int:
@@ -144,8 +151,7 @@ class Ledger:
 
     def _entry(self) -> dict[str, Any]:
         """Facts of the next release."""
-        names = ("noise_multiplier", "sample_rate", "records", "max_draw")  # the last two of truncated draws
-        return {**dict(zip(names, self.accounting.kind or self._kind, strict=False)), **self._facts}
+        return {**facts_of(self.accounting.kind or self._kind), **self._facts}
 
     def _recorded(self, chain: ReleaseChain) -> ReleaseChain:
         """`chain`, or that of the counter (in its file, if it has one) unless it is shorter.
@@ -246,6 +252,7 @@ class Ledger:
         self._chain, self.signing = chain, signing
         self.accounting.take_over(accounting)
         self.clip_norm, self.clip_norm_is_due = state.get("clip_norm"), True
+        self.noise_state = state.get("noise")
         self.secrets, self._replayed_options, self._uncounted = secrets, digests, False
         weights = state.get("weights")
         self._replayed_weights = None if weights is None else weights.tolist()
@@ -310,6 +317,7 @@ class Ledger:
         """Draw a new key after a resume that is not a replay: another copy of the run may have drawn noise with the old one."""
         self.secrets.renew()
         self._replayed_options, self._replayed_weights, self._checks_weights, self._uncounted = None, None, False, True
+        self.noise_state = None
         if self._parallel is None:  # else the options of `open` still hold
             self._digests = {}
 
@@ -381,6 +389,9 @@ def _check_state(state: Any) -> None:
     damaged = [field for field in ("secrets", "accountant", "counter") if not isinstance(state[field], Mapping)]
     if not is_count(state["nonfinite"]):
         damaged.append("nonfinite")
+    correlated = isinstance(config, Mapping) and "noise" in config
+    if not isinstance(state.get("noise"), Mapping if correlated else Mapping | None):
+        damaged.append("noise")
     if not is_count(state.get("generator", 1)):  # states of the first generator have no such field
         damaged.append("generator")
     if weights is not None and not (

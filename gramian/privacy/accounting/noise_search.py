@@ -21,12 +21,13 @@ def find_noise_multiplier(
     sample_rate: float,
     steps: int,
     mechanism: str = "prv",
-    truncation: tuple[int, ...] = (),
+    rest: tuple[int | str, ...] = (),
 ) -> float:
     """The noise multiplier σ with ε(σ) in (0.995·target_epsilon, target_epsilon].
 
-    `truncation`: (records, largest draw) of truncated Poisson draws. A target of hundreds may lie above the ε of the smallest σ
-    whose tails fit into δ; the result is then that σ. Cost: 3 to 5 evaluations of ε, since log ε is nearly linear in log σ.
+    `rest`: (records, largest draw) of truncated Poisson draws, or (name, bands, groups) of correlated noise. A target of
+    hundreds may lie above the ε of the smallest σ whose tails fit into δ; the result is then that σ. Cost: 3 to 5 evaluations
+    of ε, since log ε is nearly linear in log σ.
 
     Raises:
         GramianError: for an argument out of range, or if the mechanism reaches the target with no σ up to 10⁶.
@@ -44,10 +45,10 @@ def find_noise_multiplier(
     if grid:
         check_resolved(mechanism, "target_delta", target_delta, target_delta, steps)
 
-    def spent(mechanism: str, *truncation: int) -> Callable[[float], float]:
+    def spent(mechanism: str, *rest: int | str) -> Callable[[float], float]:
         def excess(log_sigma: float) -> float:
             accounting = Accounting(mechanism)
-            accounting.record(math.exp(log_sigma), sample_rate, *truncation)
+            accounting.record(math.exp(log_sigma), sample_rate, *rest)
             epsilon = accounting.epsilon(target_delta, further=steps)
             return math.log(epsilon / target_epsilon) if epsilon > 0 else -math.inf
 
@@ -57,8 +58,9 @@ def find_noise_multiplier(
         warnings.simplefilter("ignore")  # of the small σ that are tried
         start = math.log(2.0)
         if grid:
-            start = _root(spent("rdp"), start, 0.1, "rdp", target_epsilon) - 0.1  # cheap, and near
-        return math.exp(_root(spent(mechanism, *truncation), start, TOLERANCE, mechanism, target_epsilon))
+            near = rest if len(rest) == 3 else ()  # rdp has no bound for truncated draws
+            start = _root(spent("rdp", *near), start, 0.1, "rdp", target_epsilon) - 0.1  # cheap, and near
+        return math.exp(_root(spent(mechanism, *rest), start, TOLERANCE, mechanism, target_epsilon))
 
 
 def _root(excess: Callable[[float], float], start: float, tolerance: float, mechanism: str, target: float) -> float:

@@ -3,6 +3,7 @@
 It is made from the first secret key of a run by a one-way function and, unlike that key, stays the same over resumes.
 """
 
+import hashlib
 from typing import Any
 
 import torch
@@ -52,6 +53,10 @@ class SigningKey:
                 f"signing key: missing or of another shape; expected a uint8 tensor of {BYTES} in the state"
             )
         return cls(bytes(state.tolist()))
+
+    def subkey(self, label: str) -> bytes:
+        """A 32-byte key for one purpose that is as lasting, and as secret, as this key."""
+        return hashlib.blake2b(label.encode(), digest_size=32, key=self._secret, person=b"gramian lasting").digest()
 
     def __repr__(self) -> str:
         return f"SigningKey(public={self.public})"

@@ -63,6 +63,31 @@ def reuse_p_value(noise_RN: Numbers) -> tuple[float, float]:
     return min(1.0, float(p_values[worst]) * len(r_P)), float(r_P[worst])
 
 
+def grouped_p_value(draws: Sequence[Sequence[int]], groups: Numbers, count: int, rate: float) -> float:
+    """Test that draw t took records of group t mod `count` alone, each with probability `rate`, independently.
+
+    By `participation_p_value` in each group, paid for by Bonferroni's bound; at rate 1, that all of the group were drawn.
+
+    Args:
+        draws: the records of each release.
+        groups: the group of each record.
+        count: number of groups.
+        rate: probability of a record in a draw from its group.
+    """
+    worst = 1.0
+    for group in range(min(count, len(draws))):
+        members = np.flatnonzero(groups == group)
+        found = [np.asarray(draw, np.int64) for draw in draws[group::count]]
+        if not all(np.isin(draw, members).all() and len(set(draw.tolist())) == len(draw) for draw in found):
+            return 0.0
+        if rate >= 1 or not len(members):
+            worst = min(worst, float(all(len(draw) == len(members) for draw in found)))
+        else:
+            own = [np.searchsorted(members, draw).tolist() for draw in found]
+            worst = min(worst, participation_p_value(own, len(members), rate))
+    return min(1.0, worst * min(count, len(draws)))
+
+
 def participation_p_value(draws: Sequence[Sequence[int]], records: int, rate: float) -> float:
     """Test that every record took part in every draw with probability `rate`, independently of all others.
 

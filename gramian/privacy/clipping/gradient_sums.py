@@ -24,6 +24,7 @@ from gramian.privacy.clipping.deferred_read import read_later
 from gramian.privacy.clipping.loss_scaling import Scaling
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.privacy.metric.public_metric import PublicMetric
+from gramian.privacy.noise.correlated_noise import CorrelatedNoise
 from gramian.privacy.noise.element_noise import NoisePlan
 
 IN_FLIGHT = 8
@@ -240,7 +241,7 @@ class GradientSums:
 
     def release(
         self,
-        noise: NoisePlan,
+        noise: NoisePlan | CorrelatedNoise,
         number: int,
         std: float,
         expected_batch: float,
@@ -319,7 +320,7 @@ class GradientSums:
             return gradient
         return torch.empty(local(p).shape, dtype=p.dtype, device=p.device)
 
-    def _place(self, noise: NoisePlan, name: str, total: Tensor) -> int:
+    def _place(self, noise: NoisePlan | CorrelatedNoise, name: str, total: Tensor) -> int:
         """Place in the key stream of the first element that this process stores of a parameter."""
         return noise.place(name, total.shape, self._rows_of(name))
 
@@ -328,7 +329,7 @@ class GradientSums:
             self._rows[name] = local_rows(self.trained[name])
         return self._rows[name]
 
-    def _drawn(self, noise: NoisePlan, name: str, std: float | Tensor, number: int) -> Tensor:
+    def _drawn(self, noise: NoisePlan | CorrelatedNoise, name: str, std: float | Tensor, number: int) -> Tensor:
         """std · noise of release `number` for all of a parameter, whichever process stores it."""
         p = self.trained[name]
         found = torch.zeros(p.shape, dtype=wide_dtype(p), device=p.device)

@@ -28,7 +28,7 @@ TAIL_RADIUS = math.sqrt(-2 * math.log(TAIL_MASS))
 """Radius R beyond which a pair of normal numbers lies with probability TAIL_MASS: 9.42."""
 
 
-def tail_delta(noise_multiplier: float) -> float:
+def tail_delta(noise_multiplier: float, releases: int = 1) -> float:
     """δ₀ by which δ grows for one participation of a record at this σ, because the noise is bounded and normal numbers are not.
 
     A record shifts the mean of the noise by v with ‖v‖ ≤ s = 1/σ, in standard deviations. Where both densities are positive,
@@ -39,12 +39,16 @@ def tail_delta(noise_multiplier: float) -> float:
         Σ g(a_k) ≤ g(s) + (√K - 1)·s·R·e^(-R²/2) ≤ e^(-(R - s)²/2) + √K·s·R·2⁻⁶⁴ = δ₀,    K = 2³⁹
 
     The first term is P(|Z₁, Z₂| > R - 1/σ) for a shift in one element; the second is for a shift over all elements: 4.1e-16 +
-    3.8e-13 at σ = 1, 1.1e-12 + 7.6e-13 at σ = ½. δ₀ is 1 where R - s < √3, below σ = 0.13.
+    3.8e-13 at σ = 1, 1.1e-12 + 7.6e-13 at σ = ½. δ₀ is 1 where R - s < √3, below σ = 0.13. With a participation that shifts the
+    noise of several `releases`, by the length s over all of them, K is as many times larger.
     """
     shift = math.inf if noise_multiplier == 0 else 1 / noise_multiplier
     if TAIL_RADIUS - shift < math.sqrt(3):
         return 1.0
-    return math.exp(-((TAIL_RADIUS - shift) ** 2) / 2) + math.sqrt(MOST_ELEMENTS / 2) * shift * TAIL_RADIUS * TAIL_MASS
+    return (
+        math.exp(-((TAIL_RADIUS - shift) ** 2) / 2)
+        + math.sqrt(releases * MOST_ELEMENTS / 2) * shift * TAIL_RADIUS * TAIL_MASS
+    )
 
 
 class NoisePlan:

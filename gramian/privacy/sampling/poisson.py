@@ -6,6 +6,7 @@ computes a record, not which records are drawn.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,6 +102,8 @@ class PoissonBatchSampler(Sampler[list[int]]):
         world_size: number of ranks.
         max_physical_batch: largest number of records in one piece; None: all of the rank's records.
         max_draw: largest number of records of a draw over all ranks, which larger ones are cut to; None: no limit.
+        draw_of: function (key, number, size, rate) that returns the records of a draw in place of `draw`, as of cyclic
+            sampling; None: `draw`.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
         world_size: int = 1,
         max_physical_batch: int | None = None,
         max_draw: int | None = None,
+        draw_of: Callable[[bytes, int, int, float], NDArray[np.int64]] | None = None,
     ) -> None:
         if steps < 1:
             raise GramianError(f"steps: {steps}; expected at least 1")
@@ -125,11 +129,11 @@ class PoissonBatchSampler(Sampler[list[int]]):
         """Number of pieces of every draw, for loops that count batches; None: as max_physical_batch says."""
         self.size, self.rate, self.steps, self.max_draw = size, rate, steps, max_draw
         self.rank, self.world_size, self.max_physical_batch = rank, world_size, max_physical_batch
-        self._next_draw = next_draw
+        self._next_draw, self._draw_of = next_draw, draw_of or partial(draw, most=max_draw)
 
     def pieces_of(self, number: int) -> list[Piece]:
         """This rank's pieces (micro-batches) of the draw of this number, in order."""
-        indices = draw(self.key, number, self.size, self.rate, self.max_draw)
+        indices = self._draw_of(self.key, number, self.size, self.rate)
         mine = share(indices, self.rank, self.world_size)
         most = len(share(indices, 0, self.world_size))
         parts = self.parts or pieces(most, self.max_physical_batch)

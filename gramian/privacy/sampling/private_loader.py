@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
 from gramian.core.errors import GramianError
+from gramian.privacy.sampling.cyclic import Groups
 from gramian.privacy.sampling.dataset_fingerprint import preserved_generators
 from gramian.privacy.sampling.empty_batch import without_rows
 from gramian.privacy.sampling.poisson import Piece, PoissonBatchSampler
@@ -34,6 +35,7 @@ class PrivateLoader(DataLoader[Any]):
         world_size: number of data-parallel ranks.
         max_physical_batch: largest number of records in one batch; None: all of this rank's at once.
         max_draw: largest number of records of a draw over all ranks, which larger ones are cut to; None: no limit.
+        groups: groups of cyclic sampling; None: every draw is from all records.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class PrivateLoader(DataLoader[Any]):
         world_size: int = 1,
         max_physical_batch: int | None = None,
         max_draw: int | None = None,
+        groups: Groups | None = None,
     ) -> None:
         size = _records_of(loader)
         if not expected_batch > 0:
@@ -66,7 +69,10 @@ class PrivateLoader(DataLoader[Any]):
             world_size=world_size,
             max_physical_batch=max_physical_batch,
             max_draw=max_draw,
+            draw_of=None if groups is None else groups.cyclic_draw,
         )
+        self.groups = groups
+        """Groups of cyclic sampling; None: every draw is from all records."""
         self._batches = _FilledPieces(self._draws)
         self._empty: Any = None
         self._last: tuple[Piece, Any] = (Piece(-1, 0, True, []), None)
@@ -115,9 +121,11 @@ class PrivateLoader(DataLoader[Any]):
         """From the next epoch on, yield every draw in exactly `parts` micro-batches, some of which may have no records."""
         self._draws.parts = parts
 
-    def rekey(self, key: bytes) -> None:
-        """Use another sampling key, that of a loaded checkpoint, for all draws that are made from now on."""
+    def rekey(self, key: bytes, groups: bytes) -> None:
+        """Use other keys, of a loaded checkpoint, for all draws that are made from now on: of sampling, and of its groups."""
         self._draws.key = key
+        if self.groups is not None:
+            self.groups.regroup(groups)
 
     def __len__(self) -> int:
         """Number of draws (optimizer steps) per epoch; with `max_physical_batch` an epoch may yield more batches."""

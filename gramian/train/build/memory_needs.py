@@ -17,6 +17,7 @@ from gramian.data.tokenizer import load_tokenizer
 from gramian.models.huggingface import open_model_folder
 from gramian.plan import transformer_memory
 from gramian.plan.transformer_memory import Kind, Needs, Transformer, gpt
+from gramian.privacy.noise.noise_strategy import buffers_of
 from gramian.train.build.build_model import build_model
 from gramian.train.build.build_optimizer import build_curvature
 from gramian.train.config.config import Config, load_config
@@ -54,7 +55,13 @@ def needs_of(config: Config, vocabulary: int, precision: Kind, device: str) -> N
         teacher=None if config.teacher is None else teacher_of(config.teacher, precision),
         proof=config.privacy is not None and config.privacy.proof != "off",
         whitened=_whitened(config, vocabulary),
+        noise_buffers=noise_buffers(config),
     )
+
+
+def noise_buffers(config: Config) -> int:
+    """Number of buffers, of one number per parameter each, that the noise of a private run needs; 0 without [privacy]."""
+    return 0 if config.privacy is None else buffers_of(config.privacy.noise, config.privacy.bands)
 
 
 def build_meta_model(config: Config, vocabulary: int) -> nn.Module:

@@ -12,6 +12,7 @@ from gramian.curvature.memory.curvature_plan import CurvaturePlan
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.plan.host_memory import HostPlan, copy_bytes, plan_host
 from gramian.plan.transformer_memory import optimizer_states
+from gramian.train.build.memory_needs import noise_buffers
 from gramian.train.config.config import Config
 from gramian.train.loop.precision import Precision
 
@@ -50,7 +51,7 @@ def plan_snapshots(
     copy = copy_bytes(
         [p.shape for p in model.parameters()],
         numbers.weights.itemsize,
-        optimizer_states(config.optimizer.kind, config.optimizer.momentum),
+        optimizer_states(config.optimizer.kind, config.optimizer.momentum) + noise_buffers(config),
         shards=grid.size if sharded else 1,
         pinned=grid.device.type == "cuda",
         factors=factors,

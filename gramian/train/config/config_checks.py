@@ -13,6 +13,7 @@ from gramian.core.errors import GramianError
 from gramian.core.existing_paths import is_file
 from gramian.data.options import DataSection
 from gramian.data.tokenizer import holds_tokenizer
+from gramian.privacy.noise.noise_strategy import is_correlated
 from gramian.taps.proof.row_proof import check_proof
 from gramian.train.config import config_sections as sections
 
@@ -125,6 +126,7 @@ def check_privacy(privacy: sections.PrivacySection, data: DataSection, run: sect
         raise GramianError(
             f'privacy.max_draw: has no bound in "{privacy.accountant}"; expected privacy.accountant = "pld"'
         )
+    check_correlation(privacy, run)
     check_proof(privacy.proof, "privacy.proof")
     if run.observe_every:
         raise GramianError("run.observe_every: gradients of private windows would have no noise; expected 0")
@@ -133,6 +135,25 @@ def check_privacy(privacy: sections.PrivacySection, data: DataSection, run: sect
             "privacy.decisions: validation data is a part of the private data; expected data.validation_files with "
             '"public_validation"'
         )
+
+
+def check_correlation(privacy: sections.PrivacySection, run: sections.RunSection) -> None:
+    """Raise unless privacy.bands is given for correlated noise alone, and max_draw, clip_function and accountant go with it."""
+    correlated = is_correlated(privacy.noise)
+    if correlated != (privacy.bands is not None):
+        raise GramianError(
+            f'privacy.bands: is {privacy.bands or "not given"} with privacy.noise = "{privacy.noise}"; expected a number with '
+            '"bandmf" or "bisr", and none with "gaussian"'
+        )
+    if privacy.noise == "bandmf" and (privacy.bands or 0) > run.steps:
+        raise GramianError(f"privacy.bands: is {privacy.bands}; expected at most run.steps ({run.steps})")
+    for key, refused in (("max_draw", privacy.max_draw is not None), ("clip_function", privacy.clip_function == "adaptive"),
+                         ("accountant", privacy.accountant == "gdp")):  # fmt: skip
+        if correlated and refused:
+            raise GramianError(
+                f"privacy.{key}: {getattr(privacy, key)} does not go with correlated noise; expected another, or "
+                'privacy.noise = "gaussian"'
+            )
 
 
 def check_teacher(

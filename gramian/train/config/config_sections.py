@@ -259,6 +259,11 @@ class PrivacySection:
     metric: Literal["plain", "kfac"] = "plain"
     """Where gradients are clipped and noise is drawn: as they are, or multiplied by the inverse root of the curvature of
     [kfac], which is estimated on public data."""
+    noise: Literal["gaussian", "bandmf", "bisr"] = "gaussian"
+    """Noise of the releases: independent; or correlated over `bands` releases, so that it cancels in part. Windows are then in
+    groups, from which draws take in turn; "bandmf" is optimised for run.steps releases and stores bands - 1 buffers."""
+    bands: Count | None = None
+    """Number of releases over which noise "bandmf" or "bisr" is correlated; none: for "gaussian"."""
     accountant: Literal["prv", "pld", "rdp", "gdp"] = "prv"
     """Method that computes ε."""
     max_draw: Count | None = None

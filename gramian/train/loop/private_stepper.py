@@ -99,6 +99,9 @@ class PrivateStepper(Stepper):
             "data_loader": loader,
             "max_grad_norm": options.max_grad_norm,
             "clip_function": options.clip_function,
+            "noise": options.noise,
+            "bands": options.bands,
+            "releases": config.run.steps if options.noise == "bandmf" else None,
             "clipping": options.clipping,
             "poisson_sampling": True if options.max_draw is None else "truncated",
             "max_draw": options.max_draw,
@@ -117,7 +120,7 @@ class PrivateStepper(Stepper):
         else:
             noise = options.noise_multiplier or 0.0
             _, _, self._loader = self.engine.make_private(noise_multiplier=noise, **arguments)
-        self._options, self._windows = options, windows
+        self._options, self._windows, self._steps = options, windows, config.run.steps
         self._rows = max(2, min(len(windows), data.micro_batch or data.batch // grid.size))
 
     def _metric(self, options: PrivacySection) -> KFACNaturalGradient | None:
@@ -240,9 +243,15 @@ class PrivateStepper(Stepper):
         self.engine.load_state_dict(sections["privacy"], replay=replay)
         return self.engine.not_replayed
 
+    def groups_of_records(self) -> tuple[int, Any] | None:
+        """(number of groups, group of each window) of cyclic sampling; None: draws are from all windows. For an audit."""
+        groups = self._loader.groups
+        return None if groups is None else (groups.count, groups.of(len(self._windows)))
+
     def exhausted(self, steps: int) -> bool:
-        """Whether all `steps` releases that target_epsilon allows were made; steps repeated after a rollback count too."""
-        return self._options.target_epsilon is not None and self.engine.released >= steps
+        """Whether all `steps` releases that target_epsilon, or noise "bandmf", allows were made; repeated ones count too."""
+        limited = self._options.target_epsilon is not None or self._options.noise == "bandmf"
+        return limited and self.engine.released >= steps
 
     def epsilon(self) -> float:
         """ε of all releases (published noised sums) so far; one that a resumed run repeats exactly counts once."""
@@ -252,6 +261,7 @@ class PrivateStepper(Stepper):
         """Parameters of the DP mechanism; "proof": whether each row of a layer was proven to depend on one sample only."""
         return {
             "noise_multiplier": self.engine.noise_multiplier,
+            "noise": self.engine.noise_record(self._steps),
             "sample_rate": self.engine.sample_rate,
             "expected_batch": self.engine.expected_batch,
             "unit": "one window",

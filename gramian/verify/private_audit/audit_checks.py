@@ -29,7 +29,7 @@ def audit(run: AuditedRun, releases: int | None = None) -> Iterator[AuditFinding
             privacy.delta,
             privacy.accountant,
         )
-        return [check_canaries(*arguments)]
+        return [check_canaries(*arguments, noise=privacy.noise, bands=privacy.bands)]
 
     checks: tuple[tuple[str, Callable[[], Sequence[AuditFinding]]], ...] = (
         ("sensitivity", lambda: [check_sensitivity(run)]),

@@ -20,6 +20,7 @@ from gramian.data import Windows, load_windows
 from gramian.linalg.wide import wide
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.privacy.accounting.noise_search import find_noise_multiplier
+from gramian.privacy.noise.noise_strategy import kind_of
 from gramian.train.build.build_model import build_model, set_recomputation
 from gramian.train.build.build_optimizer import build_optimizer
 from gramian.train.config.config import Config
@@ -128,5 +129,9 @@ def open_run(config: Config, grid: ProcessGrid, folder: Path | None, noise_multi
     if noise is None:
         assert privacy.target_epsilon is not None
         rate = config.data.batch / len(windows)
-        noise = find_noise_multiplier(privacy.target_epsilon, privacy.delta, rate, config.run.steps, privacy.accountant)
+        rest = () if privacy.max_draw is None else (len(windows), privacy.max_draw)
+        rest = rest or kind_of(privacy.noise, privacy.bands, rate)
+        noise = find_noise_multiplier(
+            privacy.target_epsilon, privacy.delta, rate, config.run.steps, privacy.accountant, rest
+        )
     return AuditedRun(config, privacy, model, windows, numbers, grid, noise)

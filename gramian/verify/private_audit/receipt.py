@@ -19,7 +19,7 @@ from torch import nn
 
 from gramian.core.errors import GramianError
 from gramian.core.version import VERSION
-from gramian.privacy.accounting.accountant import Accounting
+from gramian.privacy.accounting.accountant import Accounting, history_of
 from gramian.privacy.accounting.release_chain import ReleaseChain, canonical
 from gramian.privacy.accounting.signing_key import SigningKey, is_signed
 from gramian.privacy.private_account import ADJACENCY
@@ -114,11 +114,7 @@ def _refuse_other_past(chain: ReleaseChain, earlier: ReleaseChain, folder: Path)
 def epsilon_of_chain(chain: ReleaseChain, accountant: str, delta: float) -> float | None:
     """ε of all releases of a chain at δ; None: infinite."""
     account = Accounting(accountant)
-    runs = []
-    for facts, count in chain.runs:
-        truncation = [facts[name] for name in ("records", "max_draw") if name in facts]
-        runs.append([facts.get("noise_multiplier"), facts.get("sample_rate"), count, *truncation])
-    account.load_state_dict({"history": runs})
+    account.load_state_dict({"history": [history_of(facts, count) for facts, count in chain.runs]})
     epsilon = account.epsilon(delta)
     return epsilon if math.isfinite(epsilon) else None
 

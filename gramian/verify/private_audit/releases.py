@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from gramian.data import Windows
-from gramian.privacy.audit.release_tests import participation_p_value, reuse_p_value, variance_p_value
+from gramian.privacy.audit.release_tests import (
+    grouped_p_value,
+    participation_p_value,
+    reuse_p_value,
+    variance_p_value,
+)
+from gramian.privacy.noise.noise_strategy import NoiseStrategy
 from gramian.train.loop.private_stepper import PrivateStepper
 from gramian.verify.private_audit.audit_finding import SIGNIFICANCE, AuditFinding
 from gramian.verify.private_audit.audited_run import AuditedRun
@@ -77,6 +83,8 @@ def check_releases(run: AuditedRun, releases: int | None = None) -> list[AuditFi
     """Make releases with the run's config and a new key, and test them; None: as many as the tests need."""
     batch, records, rate = run.config.data.batch, len(run.windows), run.sample_rate
     count = releases or max(RELEASES, -(-PARTICIPATIONS // batch))
+    if run.privacy.noise == "bandmf":  # which has a row for each release of the run, and no more
+        count = min(count, run.config.run.steps)
     draws: list[list[int]] = []
     with run.private(_Numbered(run.windows)) as stepper:
         watched = _Watched(stepper, _noise_of_gradients(run) or 1.0)
@@ -91,12 +99,22 @@ def check_releases(run: AuditedRun, releases: int | None = None) -> list[AuditFi
             stepper.take(replace(draw, pieces=seen()), run.config.optimizer.lr)
             if len(draws) == count:
                 break
-    noise = {name: [values.numpy() for values in rows] for name, rows in watched.noise.items()}
+        groups = stepper.groups_of_records()
+    noise = {name: [*_decorrelated(run, rows)] for name, rows in watched.noise.items()}
     return [
         _variance(run, noise),
         _reuse(noise),
-        _participation(draws, records, rate),
+        _participation(draws, records, rate, groups),
     ]
+
+
+def _decorrelated(run: AuditedRun, rows: list[Tensor]) -> Any:
+    """The independent draws z = C y of which the noise y [releases] of a run with a new key is made."""
+    y_RN = torch.stack(rows).numpy()
+    if run.privacy.bands is None:
+        return y_RN
+    c_R = NoiseStrategy.of(run.privacy.noise, run.privacy.bands, run.config.run.steps).column(len(rows))
+    return np.stack([c_R[: t + 1][::-1] @ y_RN[: t + 1] for t in range(len(rows))])
 
 
 def _noise_of_gradients(run: AuditedRun) -> float:
@@ -138,11 +156,16 @@ def _reuse(noise: dict[str, list[Any]]) -> AuditFinding:
     return _tested("reuse", min(1.0, 2 * p_value), says, {"largest_correlation": correlation})
 
 
-def _participation(draws: list[list[int]], records: int, rate: float) -> AuditFinding:
-    p_value, drawn = participation_p_value(draws, records, rate), sum(map(len, draws))
+def _participation(draws: list[list[int]], records: int, rate: float, groups: Any) -> AuditFinding:
+    drawn, alike = sum(map(len, draws)), "of all records alike"
+    if groups is None:
+        p_value = participation_p_value(draws, records, rate)
+    else:
+        count, of = groups
+        p_value, alike = grouped_p_value(draws, of, count, rate * count), f"of {count} groups in turn, records alike"
     says = (
         f"{len(draws)} draws from {records:,} records took a share of {drawn / len(draws) / records:.4g} on average; "
-        f"accounted is {rate:.4g}, of all records alike, independently (p = {p_value:.2g})"
+        f"accounted is {rate:.4g}, {alike}, independently (p = {p_value:.2g})"
     )
     facts = {"drawn": drawn, "draws": len(draws), "rate": drawn / len(draws) / records, "accounted_rate": rate}
     return _tested("participation", p_value, says, facts)
