@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 ADJACENCY = "add or remove one record"
 """What two data sets differ in whose outcomes ε compares."""
+ADJACENCY_OF_UNITS = "add or remove one unit"
+"""The same where `make_private` has unit_of: all records of a user or document."""
 
 
 class PrivateAccount(OpacusNames):

@@ -2,8 +2,8 @@
 
 import warnings
 import weakref
-from collections.abc import Collection, Sized
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Sized
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -32,12 +32,15 @@ from gramian.privacy.clipping.single_sample_clipping import SingleSampleClipping
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.privacy.clipping.trained_parameters import trained_parameters
 from gramian.privacy.options import PrivacyOptions, Tuning, innermost, sampling_rate
+from gramian.privacy.private_account import ADJACENCY, ADJACENCY_OF_UNITS
 from gramian.privacy.private_step import PrivateStep
 from gramian.privacy.sampling.dataset_fingerprint import dataset_fingerprint
 from gramian.privacy.sampling.poisson import Piece
 from gramian.privacy.sampling.population import population
 from gramian.privacy.sampling.private_loader import PrivateLoader
+from gramian.privacy.sampling.record_units import RecordUnits
 from gramian.privacy.sampling.single_collation import RecordingCollate
+from gramian.privacy.sampling.unit_ids import UnitIds
 from gramian.taps.hub import hub_of
 from gramian.taps.model.user_names import named_parameters, unwrap
 from gramian.taps.proof.sample_arguments import SampleArguments
@@ -68,6 +71,7 @@ class PrivateModel:
         *,
         expected_batch: float | None,
         sample_rate: float | None,
+        units: RecordUnits | None,
         tuning: Tuning,
         proof: ProofLog,
         ledger: Ledger,
@@ -75,12 +79,20 @@ class PrivateModel:
     ) -> None:
         """Install all hooks; nothing stays installed if this raises.
 
-        The arguments are those of `make_private`; `ledger` (the account of ε) and `stopwatch` belong to the engine.
+        The arguments are those of `make_private`; `units` are the units of its `unit_of`; `ledger` (the account of ε) and
+        `stopwatch` belong to the engine.
         """
         self.module, self.root = module, unwrap(module)
         optimizer = innermost(optimizer)
         self.options, self.proof, self._optimizer, self._ledger = options, proof, optimizer, ledger
-        self._tuning, self._stopwatch = tuning, stopwatch
+        self._tuning, self._stopwatch, self._units = tuning, stopwatch, units
+        self._ids: UnitIds | None = None
+        """The unit of each row or token of the next forward; None: each row is one."""
+        if units is not None and units.largest > (options.max_physical_batch or units.largest):
+            raise GramianError(
+                f"max_physical_batch: is {options.max_physical_batch}, and a unit has {units.largest} records, which have to "
+                "be in one backward; expected at least as many, or a smaller max_records_per_unit"
+            )
         if self.root in _private:
             raise GramianError("module: is private already; expected one engine for each model")
         self.parallel = ProcessGrid.of(module, self.root)
@@ -97,7 +109,7 @@ class PrivateModel:
                 'proof: is "off"; whose row is which is taken from shapes, and epsilon rests on that', stacklevel=3
             )
         self.rate = sampling_rate(
-            data_loader, self.parallel.size, expected_batch, sample_rate, bool(options.poisson_sampling)
+            data_loader, self.parallel.size, expected_batch, sample_rate, bool(options.poisson_sampling), units
         )
         if not options.poisson_sampling:
             warnings.warn(
@@ -110,9 +122,13 @@ class PrivateModel:
                 self.clip, options.noise_multiplier, self.rate.expected_batch, self.parallel
             )
         self.records = population(
-            data_loader, self.parallel.size, poisson=bool(options.poisson_sampling), rate_given=self.rate.given
+            data_loader,
+            self.parallel.size,
+            poisson=bool(options.poisson_sampling),
+            rate_given=self.rate.given,
+            units=units,
         )
-        """Number of records that batches come from; None: not known."""
+        """Number of records, or of units, that batches come from; None: not known."""
         self._carries_no_state = self._looked_behind_loss = False
         self._installed: ExitStack | None = None
         with ExitStack() as stack:
@@ -163,6 +179,8 @@ class PrivateModel:
         options, rate = self.options, self.rate
         marked = {name: value for name, value in vars(options).items() if (name, value) not in DEFAULTS_OF_LATER}
         marked |= {"expected_batch": rate.expected_batch, "sample_rate": rate.sample_rate}
+        if self._units is not None:
+            marked |= {"unit_of": self._units.digest, "adjacency": self.adjacency}
         marked["loss_scale"] = type(options.loss_scale).__name__
         shapes = [(name, tuple(p.shape)) for name, p in self.trained.items()]
         marked["optimizer"] = [type(self._optimizer).__name__, shapes]
@@ -187,6 +205,7 @@ class PrivateModel:
             world_size=self.parallel.size,
             max_physical_batch=self.options.max_physical_batch,
             max_draw=self.options.max_draw,
+            units=self._units,
         )
 
     def _truncation(self) -> tuple[()] | tuple[int, int]:
@@ -269,6 +288,33 @@ class PrivateModel:
         if not self.installed:
             raise GramianError("data_loader: its engine was detached; expected the loader of a private model")
         self.step.begin_piece(piece)
+        if piece.units is not None:
+            self._set_ids(UnitIds.of(piece.units))
+
+    @contextmanager
+    def units(self, ids: Any) -> Iterator[None]:
+        """Context manager in which forwards have these ids of units (see `PrivacyEngine.units`)."""
+        before, found = self._ids, UnitIds.of(ids)
+        if found.by_token and isinstance(self.clipping, SingleSampleClipping):
+            raise GramianError(
+                "ids: are given by token, and max_physical_batch=1 clips the gradient of a whole row; expected ids of rows, or "
+                "a larger max_physical_batch"
+            )
+        self._set_ids(found)
+        try:
+            yield
+        finally:
+            self._set_ids(before)
+
+    def _set_ids(self, ids: UnitIds | None) -> None:
+        self._ids = ids
+        if isinstance(self.clipping, Clipping):
+            self.clipping.sample_ids = None if ids is None else ids.ids
+
+    @property
+    def adjacency(self) -> str:
+        """What two data sets differ in whose outcomes ε compares."""
+        return ADJACENCY if self._units is None else ADJACENCY_OF_UNITS
 
     def proof_is_due(self) -> bool:
         """True if the row proof (each row depends on its sample alone) is to be repeated before this forward."""
@@ -289,6 +335,7 @@ class PrivateModel:
                 "module: was wrapped in DistributedDataParallel after make_private, so each process would train by itself; "
                 "expected it wrapped before (accelerator.prepare(model) first)"
             )
+        self.refuse_crossing_labels(inputs)
         proven = bool(hub_of(self.root).proof.proven)
         counted = self.step.progress.piece is not None or self.rate.expected_batch == 1
         refuse_ambiguous_batch(*inputs, known=proven or counted)
@@ -296,6 +343,11 @@ class PrivateModel:
         if looks and first_tensor(*inputs).shape[:1] == (1,):
             self._carries_no_state = carries_no_state(self.root, *inputs)
         self.outside.look_behind(inputs)
+
+    def refuse_crossing_labels(self, arguments: Any) -> None:
+        """Raise a `GramianError` if labels among the arguments let the loss of one unit depend on a token of another."""
+        if self._ids is not None:
+            self._ids.refuse_crossing_labels(arguments)
 
     def look_behind_loss(self, loss: Tensor) -> None:
         """Collect the parameters in the graph of the first loss, to refuse those outside the engine; later calls do nothing."""

@@ -178,6 +178,11 @@ class TappedModel:
                 found.append(ids)
         return found
 
+    def units_in(self, batch: int) -> int:
+        """Number of samples in a batch of `batch` rows; of units where a listener's ids by token put several into a row."""
+        by_token = [ids for ids in self.groupings() if ids is not None and ids.dim() == 2]
+        return max([batch, *(len(ids.unique()) for ids in by_token)])
+
     def proof_is_due(self) -> bool:
         """True if a listener asks for the row proof to be repeated on this batch."""
         return any([listener.proof_is_due() for listener in self.listeners])

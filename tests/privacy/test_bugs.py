@@ -1109,7 +1109,7 @@ BUGS = (
     ),
     Mutation(
         "several records clipped as one row",
-        Edit("DrawProgress.check_backward", "if rows != records:", "if rows > records:"),
+        Edit("DrawProgress.check_backward", "elif rows != records:", "elif rows > records:"),
         test_regressions.test_rows_that_stand_for_several_records_are_refused,
     ),
     Mutation(

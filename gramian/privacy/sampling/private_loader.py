@@ -12,6 +12,7 @@ from gramian.core.errors import GramianError
 from gramian.privacy.sampling.dataset_fingerprint import preserved_generators
 from gramian.privacy.sampling.empty_batch import without_rows
 from gramian.privacy.sampling.poisson import Piece, PoissonBatchSampler
+from gramian.privacy.sampling.record_units import RecordUnits
 from gramian.privacy.sampling.single_collation import LastBatch
 
 
@@ -33,7 +34,9 @@ class PrivateLoader(DataLoader[Any]):
         rank: rank of this process.
         world_size: number of data-parallel ranks.
         max_physical_batch: largest number of records in one batch; None: all of this rank's at once.
-        max_draw: largest number of records of a draw over all ranks, which larger ones are cut to; None: no limit.
+        max_draw: largest number of records (units) of a draw over all ranks, which larger ones are cut to; None: no limit.
+        units: the records of each unit, which are drawn together; `sample_rate` and `expected_batch` then count units. None:
+            each record is a unit.
     """
 
     def __init__(
@@ -49,8 +52,9 @@ class PrivateLoader(DataLoader[Any]):
         world_size: int = 1,
         max_physical_batch: int | None = None,
         max_draw: int | None = None,
+        units: RecordUnits | None = None,
     ) -> None:
-        size = _records_of(loader)
+        size = _records_of(loader) if units is None else len(units)
         if not expected_batch > 0:
             raise GramianError(f"expected_batch: {expected_batch}; expected more than 0")
         self._on_piece = on_piece
@@ -66,6 +70,7 @@ class PrivateLoader(DataLoader[Any]):
             world_size=world_size,
             max_physical_batch=max_physical_batch,
             max_draw=max_draw,
+            units=units,
         )
         self._batches = _FilledPieces(self._draws)
         self._empty: Any = None

@@ -71,7 +71,7 @@ class GroupedRows:
             tokens_R = self.owners_R & ((1 << BITS) - 1)
             if len(tokens_R) and int(tokens_R.max()) >= ids.shape[1]:
                 raise GramianError(
-                    f"sample_ids: the layer sees token {int(tokens_R.max())} of a row, the ids have {ids.shape[1]}; "
+                    f"{units.field}: the layer sees token {int(tokens_R.max())} of a row, the ids have {ids.shape[1]}; "
                     "expected ids of shape [B], or a layer that sees every token once"
                 )
             owners_R = ids[self.samples_R, tokens_R]

@@ -215,6 +215,16 @@ class ProofRuns:
         remembered = self.beginning.python.values() if sums or self._model.rule.withholds else {}
         return TappedRun(recorder.rows, recorder.sides, prints, calls, drew, recorder, buffers, remembered)
 
+    def turned(self, source: Tensor) -> TappedRun:
+        """Run the tapped model with token source[b, t] of the batch, with its unit and cotangent, in place [b, t]."""
+        samples, cotangents = self._samples, self.cotangents
+        self.cotangents = [samples.tokens_of(g, source) if g is not None and self.rows_of(g) else g for g in cotangents]
+        self._samples = samples.turned(source)
+        try:
+            return self.tapped(self.everyone)
+        finally:
+            self._samples, self.cotangents = samples, cotangents
+
     def first_axes(self, samples: Sequence[int]) -> dict[str, list[int]]:
         """{layer: sizes of the first axis of what its calls return} of a forward on these samples; {} if it fails."""
         self._begin()

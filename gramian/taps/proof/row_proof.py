@@ -192,7 +192,7 @@ class RowProof:
         model = self.model
         key, samples, wanted, due, refusal = None, list[SampleArguments](), False, False, None
         try:
-            if batch > 1:
+            if model.units_in(batch) > 1:
                 key, samples = self._key(args, kwargs, batch)
                 known = (*self.proven, *self._summed)
                 wanted = self._lacks(key, samples) if model.tells_samples_apart else key not in known
