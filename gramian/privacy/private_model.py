@@ -280,6 +280,8 @@ class PrivateModel:
         stack.callback(hub.proof.forget_loader)
         hub.on_inputs = self._check_inputs
         stack.callback(setattr, hub, "on_inputs", lambda inputs: None)
+        hub.on_batch = self.refuse_crossing_labels
+        stack.callback(setattr, hub, "on_batch", lambda inputs: None)
         return clipping
 
     # ---- callbacks -------------------------------------------------------------------------------------------------
@@ -335,7 +337,6 @@ class PrivateModel:
                 "module: was wrapped in DistributedDataParallel after make_private, so each process would train by itself; "
                 "expected it wrapped before (accelerator.prepare(model) first)"
             )
-        self.refuse_crossing_labels(inputs)
         proven = bool(hub_of(self.root).proof.proven)
         counted = self.step.progress.piece is not None or self.rate.expected_batch == 1
         refuse_ambiguous_batch(*inputs, known=proven or counted)

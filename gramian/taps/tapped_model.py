@@ -130,6 +130,8 @@ class TappedModel:
         self.tensor_parallel: TensorParallel | None = None
         """The processes of a tensor-parallel model, each of which computes gradients of its share of the samples; None: every
         process uses all samples it sees."""
+        self.on_batch: Callable[[Any], None] = lambda inputs: None
+        """Called with (args, kwargs) of every forward of the root that several samples share, before a row proof."""
         self.on_inputs: Callable[[Any], None] = lambda inputs: None
         """Called with (args, kwargs) of every forward of the root in eager mode, except those of a row proof."""
         self.retap: Callable[[], None] = lambda: None

@@ -79,8 +79,15 @@ class Units:
 
     @property
     def share_rows(self) -> bool:
-        """True if some row has tokens of several units."""
-        return self.by_token and bool((self.ids != self.ids[:, :1]).any())
+        """True if some row has tokens of several units, padding aside."""
+        if not self.by_token or not self.ids.numel():
+            return False
+        padding_BT = (self.ids == self.count - 1) & self.padded
+        highest_B, lowest_B = (
+            self.ids.masked_fill(padding_BT, -1).amax(1),
+            self.ids.masked_fill(padding_BT, MOST).amin(1),
+        )
+        return bool((highest_B > lowest_B).any())
 
     def sum_rows(self, t_B: Tensor) -> Tensor:
         """Sum the rows of a tensor [B, …] by unit: [U, …]. Raises GramianError if ids are given by token ([B, T])."""

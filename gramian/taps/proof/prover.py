@@ -108,6 +108,8 @@ class Prover:
         self._contents = samples.token_contents() if by_token else samples.contents()
         """Hash of the content of each row; of each token [B·T] where units are groups of tokens."""
         self._count = samples.batch if self._units is None else self._units.count
+        self._padding = self._count - 1 if self._units is not None and self._units.padded else None
+        """Number of the unit of padding, on which no unit may depend, and which may depend on any; None: there is none."""
         self._numbers = self._draw.sample(range(self._count), self._count)
         """The random number of each unit."""
 
@@ -194,7 +196,7 @@ class Prover:
             pairs = zip(units, donors(self._contents, stayed_rows, self._draw), strict=True)
             rows = [donor if unit in replaced and donor is not None else row for row, (unit, donor) in enumerate(pairs)]
             source = rows if self._units is not None else [rows[sample] for sample in order]
-        stayed = [place for place, unit in enumerate(order) if unit not in replaced]
+        stayed = [place for place, unit in enumerate(order) if unit not in replaced and unit != self._padding]
         run = self.runs.tapped(source)
         if self._private:
             refuse_buffers(base.buffers, run.buffers)
@@ -323,12 +325,14 @@ class Prover:
             return False
         ids_BT = self._units.ids.cpu()
         places_BT = torch.arange(ids_BT.numel()).view(ids_BT.shape)
-        first_B = (ids_BT != ids_BT[:, :1]).int().argmax(1)  # where the second unit begins; 0: there is none
-        turned_BT = (torch.arange(ids_BT.shape[1]) + first_B[:, None]) % ids_BT.shape[1]
+        real_BT = ids_BT != (-1 if self._padding is None else self._padding)
+        first_B1 = ids_BT.gather(1, real_BT.int().argmax(1, keepdim=True))
+        second_B = (real_BT & (ids_BT != first_B1)).int().argmax(1)  # where the second unit begins; 0: there is none
+        turned_BT = (torch.arange(ids_BT.shape[1]) + second_B[:, None]) % ids_BT.shape[1]
         source = places_BT.gather(1, turned_BT)
-        in_order = [
-            unit for unit in range(self._count) if bool((source[ids_BT.gather(1, turned_BT) == unit].diff() > 0).all())
-        ]
+        after_BT = ids_BT.gather(1, turned_BT)
+        in_order = [unit for unit in range(self._count) if bool((source[after_BT == unit].diff() > 0).all())]
+        in_order = [unit for unit in in_order if unit != self._padding]
         change = self._compare.first_change(base, self.runs.turned(source), in_order, in_order, REPRODUCES)
         if change is not None:
             raise Refuted(

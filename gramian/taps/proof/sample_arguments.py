@@ -201,10 +201,21 @@ class SampleArguments:
         return all(t.shape[:2] == (batch, tokens) and tokens not in t.shape[2:] for t in tensors)
 
     def turned(self, source: Tensor) -> "SampleArguments":
-        """These arguments with token source[b, t] of the flattened batch, and its unit, in place [b, t] of every tensor."""
+        """These arguments with token source[b, t] of the flattened batch, and its unit, in place [b, t] of every tensor.
+
+        Labels that repeat the tokens, and which the model shifts, are −100 at the first token of every unit: at the beginning
+        of a row no token predicts it, whatever its label.
+        """
         assert self.units is not None
-        units = dataclasses.replace(self.units, ids=self.tokens_of(self.units.ids, source), _found={})
-        return replace(self, leaves=[self.tokens_of(leaf, source) for leaf in self.leaves], units=units)
+        ids_BT = self.tokens_of(self.units.ids, source)
+        begins_BT = torch.nn.functional.pad(ids_BT[:, 1:] != ids_BT[:, :-1], (1, 0), value=True)
+        first = next((leaf for leaf in self.leaves if isinstance(leaf, Tensor)), None)
+        leaves = [self.tokens_of(leaf, source) for leaf in self.leaves]
+        for leaf, turned in zip(self.leaves, leaves, strict=True):
+            shifted = isinstance(leaf, Tensor) and leaf is not first and first is not None and leaf.shape == first.shape
+            if shifted and not leaf.is_floating_point() and bool(((leaf == first) | (leaf == -100)).all()):
+                turned[begins_BT.to(turned.device)] = -100
+        return replace(self, leaves=leaves, units=dataclasses.replace(self.units, ids=ids_BT, _found={}))
 
     def token_contents(self) -> list[int]:
         """Hash of each token [B·T] of the first tensor, where units are groups of tokens.
