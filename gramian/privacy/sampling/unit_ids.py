@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -36,8 +37,8 @@ class UnitIds:
         Raises:
             GramianError: for another type or shape, or an id below −1.
         """
-        if isinstance(ids, list | tuple):
-            ids = torch.tensor(ids)
+        if isinstance(ids, list | tuple | np.ndarray):
+            ids = torch.as_tensor(ids) if len(ids) else torch.zeros(0, dtype=torch.int64)
         if not isinstance(ids, Tensor):
             raise GramianError(f"ids: expected a tensor of integers, [B] or [B, T], got {type(ids).__name__}")
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool or ids.dim() not in (1, 2):
