@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = make_console()
     show(console, *_heading(config, needs, place, decision), _table(decision))
     if config.privacy is not None:
-        show(console, *_private(needs, place))
+        show(console, f"unit of privacy: one {config.privacy.unit}", *_private(needs, place))
     curvature = _curvature(config, vocabulary, place, max(place.gpus, 1)) if config.has_curvature else None
     if curvature is not None:
         heading = f"K-FAC on top of that, for a refresh of {config.data.batch * config.data.length:,} tokens:"

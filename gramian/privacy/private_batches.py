@@ -26,6 +26,11 @@ class PrivateBatches(PrivateAccount):
             raise GramianError("engine: makes no model private; expected make_private before")
         return self._installed
 
+    @property
+    def adjacency(self) -> str:
+        """What two data sets differ in whose outcomes ε compares: one record, or with `unit_of` one unit."""
+        return self._active().adjacency
+
     def backward(self, loss: Tensor) -> None:
         """Run `loss.backward()`; as two backwards with clipping="two_pass", or if one would exceed the memory budget."""
         model = self._active()

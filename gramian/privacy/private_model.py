@@ -34,6 +34,7 @@ from gramian.privacy.clipping.trained_parameters import trained_parameters
 from gramian.privacy.options import PrivacyOptions, Tuning, innermost, sampling_rate
 from gramian.privacy.private_account import ADJACENCY, ADJACENCY_OF_UNITS
 from gramian.privacy.private_step import PrivateStep
+from gramian.privacy.sampling.crossing_labels import CrossingLabels
 from gramian.privacy.sampling.dataset_fingerprint import dataset_fingerprint
 from gramian.privacy.sampling.poisson import Piece
 from gramian.privacy.sampling.population import population
@@ -88,6 +89,7 @@ class PrivateModel:
         self._tuning, self._stopwatch, self._units = tuning, stopwatch, units
         self._ids: UnitIds | None = None
         """The unit of each row or token of the next forward; None: each row is one."""
+        self._labels = CrossingLabels()
         if units is not None and units.largest > (options.max_physical_batch or units.largest):
             raise GramianError(
                 f"max_physical_batch: is {options.max_physical_batch}, and a unit has {units.largest} records, which have to "
@@ -348,7 +350,7 @@ class PrivateModel:
     def refuse_crossing_labels(self, arguments: Any) -> None:
         """Raise a `GramianError` if labels among the arguments let the loss of one unit depend on a token of another."""
         if self._ids is not None:
-            self._ids.refuse_crossing_labels(arguments)
+            self._labels.refuse(self._ids, arguments)
 
     def look_behind_loss(self, loss: Tensor) -> None:
         """Collect the parameters in the graph of the first loss, to refuse those outside the engine; later calls do nothing."""

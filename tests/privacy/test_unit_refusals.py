@@ -99,7 +99,13 @@ def test_labels_across_documents_are_refused(shifts: bool) -> None:
         with run.engine.units(rows.ids):
             loss(run.model, rows).backward()
         assert_sums(run.gradients(), {f"gpt.{name}": total for name, total in want.items()}, 1e-9)
-    rows.labels[0, 5 if shifts else 4] = rows.tokens[0, 5]
+    places = [(0, 5), (0, 9), (1, 7)] if shifts else [(0, 4), (0, 8), (1, 6)]
+    for row, place in places:
+        rows.labels[row, place] = rows.tokens[row, place if shifts else place + 1]
+    if not shifts:  # fewer than four may be by chance
+        rows = packed.Rows(*(torch.cat([t, t]) for t in (rows.tokens, rows.ids, rows.labels)))
+        rows.ids[2:] += 10
+        rows.ids[rows.ids < 10] = -1
     message = r"^ids: in row 0 token 4 is to predict token 5, which belongs to another unit; expected the label -100"
     refused(model, message, rows, loss)
     with private(model, 1.0, loss_reduction="sum") as run, refusal(message), run.engine.units(rows.ids):
@@ -167,3 +173,14 @@ def test_ids_that_do_not_fit_are_refused() -> None:
             packed.loss_of(run.model, rows)
     refused(packed.model_of("gpt"), '^loss_reduction: is "mean"', rows, loss_reduction="mean")
     refused(packed.model_of("gpt"), "^ids: are given by token, and max_physical_batch=1", rows, max_physical_batch=1)
+
+
+def test_a_label_of_ones_own_that_equals_the_next_token_is_taken() -> None:
+    rows = packed.packed([[0, 1, 2], [3, 4], [1, 2, 0]])
+    ends = [(0, 4), (0, 8), (1, 6), (2, 3), (2, 6)]
+    for row, place in ends:
+        rows.labels[row, place] = rows.tokens[row, place + 1]
+    rows.labels[ends[-1]] = (rows.labels[ends[-1]] + 1) % packed.VOCABULARY
+    rows.ids[2:][rows.ids[2:] >= 0] += 10
+    with private(WithLabels(False), 1.0, loss_reduction="sum") as run, run.engine.units(rows.ids):
+        run.model(rows.tokens, rows.labels, rows.ids).backward()

@@ -3,21 +3,17 @@
 Shapes: B rows of the batch, T tokens per row.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from gramian.core.errors import GramianError
 
 PADDING = -1
 """Id of rows and tokens that belong to no unit."""
-IGNORED = -100
-"""Label of a token that has no loss term."""
 
 
 @dataclass(frozen=True)
@@ -56,35 +52,3 @@ class UnitIds:
     def by_token(self) -> bool:
         """True if several units may share a row."""
         return self.ids.dim() == 2
-
-    def refuse_crossing_labels(self, arguments: Any) -> None:
-        """Raise GramianError if labels among `arguments` let the loss of one unit depend on a token of another.
-
-        Labels are integers [B, T] that repeat the first tensor of this shape inside of units: token by token (the model shifts
-        them), or the token after each; or they are −100. A label that repeats the first token of the next unit is refused.
-        Labels that the model does not see are not looked at. Cost: some passes over [B, T] on the host.
-        """
-        if not self.by_token:
-            return
-        found = list(_token_ids(arguments, tuple(self.ids.shape)))
-        if len(found) < 2 or self.ids.shape[1] < 2:
-            return
-        tokens_BT, inside_BT = found[0], self.ids[:, 1:] == self.ids[:, :-1]
-        for labels_BT in found[1:]:
-            for label_BT in (labels_BT[:, :-1], labels_BT[:, 1:]):
-                known_BT, repeats_BT = (label_BT != IGNORED) & inside_BT, label_BT == tokens_BT[:, 1:]
-                crossing = (repeats_BT & ~inside_BT).nonzero().tolist()
-                if crossing and bool(known_BT.any()) and bool(repeats_BT[known_BT].all()):
-                    row, place = crossing[0]
-                    raise GramianError(
-                        f"ids: in row {row} token {place} is to predict token {place + 1}, which belongs to another unit; "
-                        f"expected the label {IGNORED} where the next token is of another unit"
-                    )
-
-
-def _token_ids(arguments: Any, shape: tuple[int, ...]) -> Iterator[Tensor]:
-    """The integer tensors [B, T] among `arguments`, on the CPU."""
-    for leaf in pytree.tree_leaves(arguments):
-        integers = isinstance(leaf, Tensor) and not leaf.is_floating_point() and not leaf.is_complex()
-        if integers and leaf.dtype != torch.bool and tuple(leaf.shape) == shape:
-            yield leaf.detach().cpu().long()
