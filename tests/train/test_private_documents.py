@@ -4,6 +4,7 @@ import copy
 import json
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,15 @@ from gramian.cli import main
 from gramian.core.errors import GramianError
 from gramian.data import load_windows
 from gramian.data.document_rows import DocumentWindows
+from gramian.train.build.build_model import build_model
 from gramian.train.build.run_parts import Parts, build
 from gramian.train.config.config import Config
+from gramian.train.doctor.checks.private_windows import private_windows
+from gramian.train.doctor.examined_run import ExaminedRun
 from gramian.train.loop.objective import Objective
+from gramian.train.loop.precision import resolve_precision
 from gramian.train.loop.private_stepper import PrivateStepper
+from gramian.verify.private_audit.audited_run import open_run
 from tests.kit.refusals import refusal
 from tests.train.runs import ONE, PRIVATE, run, small
 
@@ -151,3 +157,23 @@ def test_a_model_that_cannot_tell_tokens_apart_is_refused_by_name(tmp_path: Path
     with pytest.raises(GramianError, match=r"blocks\.0\.\w+(\.\w+)?: ids: tokens of this layer cannot be told apart"):
         stepper.prepare()
     stepper.engine.detach()
+
+
+def test_the_doctor_looks_at_rows_as_a_draw_has_them(tmp_path: Path) -> None:
+    config = private(tmp_path / "run", {**PACKED, "batch": 6})
+    training, _ = load_windows(config.data)
+    numbers = resolve_precision(config.precision, ONE.device)
+    examined = ExaminedRun(config, numbers, ONE, training, partial(build_model, config, training.vocabulary))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows, loss = private_windows(examined)
+    assert (rows.ok, loss.ok) == (True, True)
+    assert rows.measured.startswith("proven")
+
+
+def test_an_audit_takes_a_window_of_each_document(tmp_path: Path) -> None:
+    config = private(tmp_path / "run", PACKED)
+    audited = open_run(config, ONE, None, None)
+    documents = set(DocumentWindows(load_windows(config.data)[0]).documents.tolist())
+    assert (audited.privacy.unit, len(audited.windows)) == ("window", len(documents))
+    assert audited.sample_rate == 2 / len(documents)
