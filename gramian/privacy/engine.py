@@ -302,7 +302,7 @@ class PrivacyEngine(PrivateBatches):
         if self._installed is None or self._installed.clipping.plan is None:
             return None
         proof = self.proof
-        notes = f"rows: {proof['rows']}; loss: {proof['loss']}; adjacency: {self._installed.adjacency}"
+        notes = f"rows: {proof['rows']}; loss: {proof['loss']}; adjacency: {self._installed.units.adjacency}"
         return replace(self._installed.clipping.plan, proof=notes)
 
     @property

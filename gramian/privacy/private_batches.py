@@ -29,7 +29,7 @@ class PrivateBatches(PrivateAccount):
     @property
     def adjacency(self) -> str:
         """What two data sets differ in whose outcomes ε compares: one record, or with `unit_of` one unit."""
-        return self._active().adjacency
+        return self._active().units.adjacency
 
     def backward(self, loss: Tensor) -> None:
         """Run `loss.backward()`; as two backwards with clipping="two_pass", or if one would exceed the memory budget."""
@@ -62,7 +62,7 @@ class PrivateBatches(PrivateAccount):
                 backward: if they do not fit the batch, or padding has a gradient; naming a layer that has no tokens, or whose
                 tokens depend on other units.
         """
-        return self._active().units(ids)
+        return self._active().units.given(ids)
 
     def check_independence(self, loss_fn: Callable[..., Tensor], batch: Any) -> None:
         """Prove that a loss does not mix the samples of a batch, by runs in which other samples are replaced.
@@ -82,6 +82,6 @@ class PrivateBatches(PrivateAccount):
         model = self._active()
         if isinstance(model.clipping, Clipping):  # else every sample is alone
             model.proof.loss = False  # what was shown of an earlier loss does not hold for this one
-            model.refuse_crossing_labels(batch)
+            model.units.refuse_crossing_labels(batch)
             check_independence(hub_of(model.root), model.root, loss_fn, batch, model.clipping.sample_ids)
             model.proof.loss = True

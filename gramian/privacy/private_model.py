@@ -2,8 +2,8 @@
 
 import warnings
 import weakref
-from collections.abc import Collection, Iterator, Sized
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Sized
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -32,16 +32,14 @@ from gramian.privacy.clipping.single_sample_clipping import SingleSampleClipping
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.privacy.clipping.trained_parameters import trained_parameters
 from gramian.privacy.options import PrivacyOptions, Tuning, innermost, sampling_rate
-from gramian.privacy.private_account import ADJACENCY, ADJACENCY_OF_UNITS
 from gramian.privacy.private_step import PrivateStep
-from gramian.privacy.sampling.crossing_labels import CrossingLabels
+from gramian.privacy.private_units import PrivateUnits
 from gramian.privacy.sampling.dataset_fingerprint import dataset_fingerprint
 from gramian.privacy.sampling.poisson import Piece
 from gramian.privacy.sampling.population import population
 from gramian.privacy.sampling.private_loader import PrivateLoader
 from gramian.privacy.sampling.record_units import RecordUnits
 from gramian.privacy.sampling.single_collation import RecordingCollate
-from gramian.privacy.sampling.unit_ids import UnitIds
 from gramian.taps.hub import hub_of
 from gramian.taps.model.user_names import named_parameters, unwrap
 from gramian.taps.proof.sample_arguments import SampleArguments
@@ -86,15 +84,9 @@ class PrivateModel:
         self.module, self.root = module, unwrap(module)
         optimizer = innermost(optimizer)
         self.options, self.proof, self._optimizer, self._ledger = options, proof, optimizer, ledger
-        self._tuning, self._stopwatch, self._units = tuning, stopwatch, units
-        self._ids: UnitIds | None = None
-        """The unit of each row or token of the next forward; None: each row is one."""
-        self._labels = CrossingLabels()
-        if units is not None and units.largest > (options.max_physical_batch or units.largest):
-            raise GramianError(
-                f"max_physical_batch: is {options.max_physical_batch}, and a unit has {units.largest} records, which have to "
-                "be in one backward; expected at least as many, or a smaller max_records_per_unit"
-            )
+        self._tuning, self._stopwatch = tuning, stopwatch
+        self.units = PrivateUnits(units, options.max_physical_batch)
+        """The units of privacy, and those of the next forward's rows or tokens."""
         if self.root in _private:
             raise GramianError("module: is private already; expected one engine for each model")
         self.parallel = ProcessGrid.of(module, self.root)
@@ -161,6 +153,7 @@ class PrivateModel:
 
         This model's noise multiplier and sample rate are recorded for the steps that follow.
         """
+        self.units.refuse_other_adjacency(self._ledger)
         self._ledger.accounting.record(*self._kind)
         self._resume_clip_norm()
         self.step.restart()
@@ -181,8 +174,7 @@ class PrivateModel:
         options, rate = self.options, self.rate
         marked = {name: value for name, value in vars(options).items() if (name, value) not in DEFAULTS_OF_LATER}
         marked |= {"expected_batch": rate.expected_batch, "sample_rate": rate.sample_rate}
-        if self._units is not None:
-            marked |= {"unit_of": self._units.digest, "adjacency": self.adjacency}
+        marked |= self.units.marks
         marked["loss_scale"] = type(options.loss_scale).__name__
         shapes = [(name, tuple(p.shape)) for name, p in self.trained.items()]
         marked["optimizer"] = [type(self._optimizer).__name__, shapes]
@@ -194,6 +186,7 @@ class PrivateModel:
         stack.callback(self._ledger.close)
         self._kind: Kind = (options.noise_multiplier, rate.sample_rate, *self._truncation())
         self._ledger.open(marked, data, self._kind, self.parallel, device, weights)
+        self.units.refuse_other_adjacency(self._ledger)
 
     def _private_loader(self, data_loader: DataLoader[Any]) -> PrivateLoader:
         return PrivateLoader(
@@ -207,7 +200,7 @@ class PrivateModel:
             world_size=self.parallel.size,
             max_physical_batch=self.options.max_physical_batch,
             max_draw=self.options.max_draw,
-            units=self._units,
+            units=self.units.of_records,
         )
 
     def _truncation(self) -> tuple[()] | tuple[int, int]:
@@ -249,6 +242,7 @@ class PrivateModel:
             self.clip,
             self.quantile,
         )
+        self.units.clipping = self.clipping
         self.clipping.on_begin, self.clipping.on_done = self.step.before_backward, self.step.after_backward
         handle = self._optimizer.register_step_pre_hook(torch.compiler.disable(self.step.hook, reason=EAGER))
         self._optimizer.noise_multiplier = options.noise_multiplier  # type: ignore[attr-defined]  # scripts read it
@@ -282,7 +276,7 @@ class PrivateModel:
         stack.callback(hub.proof.forget_loader)
         hub.on_inputs = self._check_inputs
         stack.callback(setattr, hub, "on_inputs", lambda inputs: None)
-        hub.on_batch = self.refuse_crossing_labels
+        hub.on_batch = self.units.refuse_crossing_labels
         stack.callback(setattr, hub, "on_batch", lambda inputs: None)
         return clipping
 
@@ -292,33 +286,7 @@ class PrivateModel:
         if not self.installed:
             raise GramianError("data_loader: its engine was detached; expected the loader of a private model")
         self.step.begin_piece(piece)
-        if piece.units is not None:
-            self._set_ids(UnitIds.of(piece.units))
-
-    @contextmanager
-    def units(self, ids: Any) -> Iterator[None]:
-        """Context manager in which forwards have these ids of units (see `PrivacyEngine.units`)."""
-        before, found = self._ids, UnitIds.of(ids)
-        if found.by_token and isinstance(self.clipping, SingleSampleClipping):
-            raise GramianError(
-                "ids: are given by token, and max_physical_batch=1 clips the gradient of a whole row; expected ids of rows, or "
-                "a larger max_physical_batch"
-            )
-        self._set_ids(found)
-        try:
-            yield
-        finally:
-            self._set_ids(before)
-
-    def _set_ids(self, ids: UnitIds | None) -> None:
-        self._ids = ids
-        if isinstance(self.clipping, Clipping):
-            self.clipping.sample_ids = None if ids is None else ids.ids
-
-    @property
-    def adjacency(self) -> str:
-        """What two data sets differ in whose outcomes ε compares."""
-        return ADJACENCY if self._units is None else ADJACENCY_OF_UNITS
+        self.units.begin_piece(piece)
 
     def proof_is_due(self) -> bool:
         """True if the row proof (each row depends on its sample alone) is to be repeated before this forward."""
@@ -346,11 +314,6 @@ class PrivateModel:
         if looks and first_tensor(*inputs).shape[:1] == (1,):
             self._carries_no_state = carries_no_state(self.root, *inputs)
         self.outside.look_behind(inputs)
-
-    def refuse_crossing_labels(self, arguments: Any) -> None:
-        """Raise a `GramianError` if labels among the arguments let the loss of one unit depend on a token of another."""
-        if self._ids is not None:
-            self._labels.refuse(self._ids, arguments)
 
     def look_behind_loss(self, loss: Tensor) -> None:
         """Collect the parameters in the graph of the first loss, to refuse those outside the engine; later calls do nothing."""

@@ -242,3 +242,37 @@ def test_a_replay_with_other_units_is_refused() -> None:
         with refusal(message):
             other.load_state_dict(state, replay=True)
         other.detach()
+
+
+def test_one_account_has_one_unit_of_privacy() -> None:
+    p = problem("mlp", 10)
+    first, optimizer, loader = make(p, model := p.model(), 1.0, unit_of=USERS, noise_multiplier=1.0)
+    for batch in loader:
+        optimizer.zero_grad()
+        p.case.loss(model, *batch, reduction="sum").backward()
+        optimizer.step()
+    state = first.state_dict()
+    first.detach()
+    second, _, _ = make(p, p.model(), 1.0)
+    with refusal(
+        "^compose: epsilon of one engine is for add or remove one record and of the other for add or remove one unit"
+    ):
+        second.compose(first)
+    message = (
+        '^unit_of: epsilon of earlier releases is for "add or remove one unit", and would now be for "add or remove'
+    )
+    with refusal(message):
+        second.load_state_dict(state)
+    second.detach()
+    with refusal(message):
+        first.make_private(
+            module=p.model(),
+            optimizer=SGD(p.model().parameters()),
+            data_loader=loader,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
+    third, _, _ = make(p, p.model(), 1.0, unit_of=USERS, noise_multiplier=1.0)
+    third.compose(first)
+    third.load_state_dict(state)
+    third.detach()
