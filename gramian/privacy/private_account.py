@@ -5,23 +5,13 @@ import warnings
 from typing import TYPE_CHECKING
 
 from gramian.core.errors import GramianError
+from gramian.privacy.accounting.adjacency import adjacencies
 from gramian.privacy.accounting.release_limit import ReleaseLimit
 from gramian.privacy.opacus_names import OpacusNames
 from gramian.privacy.options import is_number
 
 if TYPE_CHECKING:
-    from gramian.privacy.accounting.ledger import Ledger
     from gramian.privacy.private_model import PrivateModel
-
-ADJACENCY = "add or remove one record"
-"""What two data sets differ in whose outcomes ε compares."""
-ADJACENCY_OF_UNITS = "add or remove one unit"
-"""The same where `make_private` has unit_of: all records of a user or document."""
-
-
-def adjacencies(ledger: "Ledger") -> set[str]:
-    """What ε of the releases in a ledger is for: records, units."""
-    return {str(facts.get("adjacency", ADJACENCY)) for facts, _ in ledger.chain.runs}
 
 
 class PrivateAccount(OpacusNames):

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from gramian.core.errors import GramianError
+from gramian.privacy.accounting.adjacency import ADJACENCY, ADJACENCY_OF_UNITS, adjacencies
 from gramian.privacy.accounting.ledger import Ledger
 from gramian.privacy.clipping.clipping_rule import Clipping
 from gramian.privacy.clipping.single_sample_clipping import SingleSampleClipping
-from gramian.privacy.private_account import ADJACENCY, ADJACENCY_OF_UNITS, adjacencies
 from gramian.privacy.sampling.crossing_labels import CrossingLabels
 from gramian.privacy.sampling.poisson import Piece
 from gramian.privacy.sampling.record_units import RecordUnits

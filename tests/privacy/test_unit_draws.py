@@ -266,12 +266,9 @@ def test_one_account_has_one_unit_of_privacy() -> None:
     second.detach()
     with refusal(message):
         first.make_private(
-            module=p.model(),
-            optimizer=SGD(p.model().parameters()),
-            data_loader=loader,
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-        )
+            module=(other := p.model()), optimizer=SGD(other.parameters()), noise_multiplier=1.0, max_grad_norm=1.0,
+            data_loader=DataLoader(TensorDataset(*p.batch), batch_size=2),
+        )  # fmt: skip
     third, _, _ = make(p, p.model(), 1.0, unit_of=USERS, noise_multiplier=1.0)
     third.compose(first)
     third.load_state_dict(state)
