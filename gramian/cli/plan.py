@@ -70,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = make_console()
     show(console, *_heading(config, needs, place, decision), _table(decision))
     if config.privacy is not None:
+        show(console, f"unit of privacy: one {config.privacy.unit}")
         show(console, *_noise(config, needs), *_private(needs, place))
         if config.privacy.metric == "kfac":
             show(

@@ -6,6 +6,7 @@ Shape suffixes:
     S  T + 1: the inputs of a window and the target of the last
 """
 
+import copy
 import hashlib
 from functools import cached_property
 
@@ -113,6 +114,18 @@ class Windows(Dataset[dict[str, Tensor]]):
         digest.update(self.stream.edges.astype("<i8").tobytes())
         return digest.hexdigest()
 
+    def pieces(self, index: Int64s) -> Int64s:
+        """The piece that windows `index` were cut from: without `pack` the number of their document; otherwise 0."""
+        window = index if self._selected is None else self._selected[index]
+        return np.searchsorted(self._firsts, window, side="right").astype(np.int64) - 1
+
+    def first_of_documents(self) -> "Windows":
+        """The first window of every document that has one; of windows that are not packed."""
+        found = copy.copy(self)
+        found._selected = self._firsts[:-1][np.diff(self._firsts) > 0]
+        found.counts = self.counts[found._selected]
+        return found
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return one window: int64 [T] "tokens" and "targets", and "documents" if they are isolated."""
         if not 0 <= index < len(self):
@@ -123,7 +136,7 @@ class Windows(Dataset[dict[str, Tensor]]):
         """Return windows `index` [B] as rows: int64 [B, T] "tokens" and "targets", and "documents" if they are isolated."""
         T, stream = self.length, self.stream
         window = index if self._selected is None else self._selected[index]
-        piece = np.searchsorted(self._firsts, window, side="right") - 1
+        piece = self.pieces(index)
         begin = self._pieces[piece] + (window - self._firsts[piece]) * self.stride
         stop = np.minimum(begin + T + 1, self._pieces[piece + 1])
         tokens_BS: Int64s = np.full((len(index), T + 1), stream.end, dtype=np.int64)

@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from gramian.core.errors import GramianError
 from gramian.integrations.trainer_callbacks import PrivacyState
 from gramian.integrations.trainer_privacy import TrainerPrivacy
+from gramian.privacy.accounting.adjacency import ADJACENCY
 from gramian.privacy.engine import PrivacyEngine
 from gramian.privacy.noise.secrets import load_private, save_private
-from gramian.privacy.private_account import ADJACENCY
 from gramian.privacy.sampling.dataset_fingerprint import preserved_generators
 from gramian.privacy.sampling.poisson import Piece
 from gramian.privacy.sampling.private_loader import PrivateLoader, loading_options

@@ -2,12 +2,12 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from gramian.core.byte_amounts import format_bytes
@@ -16,23 +16,20 @@ from gramian.curvature import KFACNaturalGradient
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.privacy.accounting.ledger import Ledger
 from gramian.privacy.accounting.noise_search import find_noise_multiplier
-from gramian.privacy.audit.independence import check_independence
 from gramian.privacy.audit.proof_log import ProofLog
 from gramian.privacy.clipping.clip_factors import ClippedBatch
 from gramian.privacy.clipping.clipping_plan import ClippingPlan
-from gramian.privacy.clipping.clipping_rule import Clipping
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.privacy.noise.noise_strategy import check_noise, is_correlated, kind_of
 from gramian.privacy.options import PrivacyOptions, Tuning, check_opacus, check_optimizer, is_number, sampling_rate
-from gramian.privacy.private_account import ADJACENCY, PrivateAccount
+from gramian.privacy.private_batches import PrivateBatches
 from gramian.privacy.private_model import PrivateModel
-from gramian.privacy.sampling.population import population
-from gramian.taps.hub import hub_of
+from gramian.privacy.sampling.population import population, units_of
 from gramian.taps.model.user_names import unwrap
 from gramian.taps.proof.row_proof import check_proof
 
 
-class PrivacyEngine(PrivateAccount):
+class PrivacyEngine(PrivateBatches):
     """Differentially private training: clipped per-sample gradients, Poisson batches, noise, and an account of ε.
 
     ```python
@@ -46,7 +43,8 @@ class PrivacyEngine(PrivateAccount):
     engine.get_epsilon(delta=1e-5)
     ```
 
-    The unit of privacy is one record of the data set; docs/concepts/privacy.md says what is and what is not protected.
+    The unit of privacy is one record of the data set, or with `unit_of` all records of a user or document;
+    docs/concepts/privacy.md says what is and what is not protected.
     """
 
     def __init__(
@@ -106,6 +104,8 @@ class PrivacyEngine(PrivateAccount):
         loss_scale: "float | torch.amp.GradScaler" = 1.0,
         expected_batch: float | None = None,
         sample_rate: float | None = None,
+        unit_of: Any = None,
+        max_records_per_unit: int | None = None,
         tuning: Tuning | None = None,
         proof: str | int = "auto",
         metric: KFACNaturalGradient | None = None,
@@ -146,6 +146,11 @@ class PrivacyEngine(PrivateAccount):
                 number of processes.
             sample_rate: probability that a record takes part in a step, given together with expected_batch; None:
                 expected_batch / records.
+            unit_of: integers, one for each index of the data set: the unit (user, document) that the record belongs to. Units
+                are then drawn, clipped and accounted for: batch_size, expected_batch and sample_rate count units, and all
+                records of a drawn unit are in one batch of one process. None: each record is a unit.
+            max_records_per_unit: with unit_of, largest number of records of a unit in a draw; a larger unit gives a random
+                subset, drawn by key. None: all.
             tuning: optimisations to switch off; None: all are on.
             proof: row proof, which checks that each row of a layer's tensors depends on its sample alone. "auto": on the first
                 batch of every structure of inputs, and repeated in part on about one step in 1000; a number n: repeated on one
@@ -185,6 +190,7 @@ class PrivacyEngine(PrivateAccount):
         check_proof(proof)
         if tuning is not None and not isinstance(tuning, Tuning):
             raise GramianError(f"tuning: expected a gramian.privacy.Tuning, got {type(tuning).__name__}")
+        units = units_of(data_loader, unit_of, max_records_per_unit, poisson=bool(poisson_sampling))
         self._model = model = PrivateModel(
             module,
             optimizer,
@@ -192,6 +198,7 @@ class PrivacyEngine(PrivateAccount):
             options,
             expected_batch=expected_batch,
             sample_rate=sample_rate,
+            units=units,
             tuning=tuning or Tuning(),
             proof=ProofLog(proof),
             metric=metric,
@@ -225,8 +232,10 @@ class PrivacyEngine(PrivateAccount):
                 "target_epsilon: the engine has spent some already; expected a new one, or noise_multiplier"
             )
         poisson, given = options.get("poisson_sampling", True), options.get("sample_rate")
-        rate = sampling_rate(data_loader, world_size, options.get("expected_batch"), given, bool(poisson))
-        records = population(data_loader, world_size, poisson=bool(poisson), rate_given=rate.given)
+        unit_of, most = options.get("unit_of"), options.get("max_records_per_unit")
+        units = units_of(data_loader, unit_of, most, poisson=bool(poisson))
+        rate = sampling_rate(data_loader, world_size, options.get("expected_batch"), given, bool(poisson), units)
+        records = population(data_loader, world_size, poisson=bool(poisson), rate_given=rate.given, units=units)
         size = records or rate.expected_batch / rate.sample_rate
         yielded = epochs * max(1, round(size / rate.expected_batch))
         steps = math.ceil(max(epochs / rate.sample_rate, yielded))
@@ -264,43 +273,6 @@ class PrivacyEngine(PrivateAccount):
         model.detach()
         self._ledger.end_replay()
         return model.module
-
-    @property
-    def _installed(self) -> PrivateModel | None:
-        return self._model if self._model is not None and self._model.installed else None
-
-    def _active(self) -> PrivateModel:
-        if self._installed is None:
-            raise GramianError("engine: makes no model private; expected make_private before")
-        return self._installed
-
-    # ---- training --------------------------------------------------------------------------------------------------
-
-    def backward(self, loss: Tensor) -> None:
-        """Run `loss.backward()`; as two backwards with clipping="two_pass", or if one would exceed the memory budget."""
-        model = self._active()
-        model.look_behind_loss(loss)
-        model.clipping.backward(loss)
-
-    def check_independence(self, loss_fn: Callable[..., Tensor], batch: Any) -> None:
-        """Prove that a loss does not mix the samples of a batch, by runs in which other samples are replaced.
-
-        This is the row proof (the check that each row of a layer's tensors depends on its sample alone) with the user's own
-        loss. It does nothing where batches of one sample are clipped without taps (max_physical_batch=1).
-
-        Args:
-            loss_fn: the loss of a batch: `loss_fn(*batch)` for a tuple or list, `loss_fn(batch)` otherwise; a function with one
-                more argument gets the model as its first.
-            batch: tensors with the samples on dim 0, in any structure.
-
-        Raises:
-            GramianError: naming the layer whose rows change when other samples are replaced; or if no model is private.
-        """
-        model = self._active()
-        if isinstance(model.clipping, Clipping):  # else every sample is alone
-            model.proof.loss = False  # what was shown of an earlier loss does not hold for this one
-            check_independence(hub_of(model.root), model.root, loss_fn, batch)
-            model.proof.loss = True
 
     # ---- results ---------------------------------------------------------------------------------------------------
 
@@ -359,7 +331,7 @@ class PrivacyEngine(PrivateAccount):
         noise, stored = self._installed.noise_record(1), ""
         if "bytes" in noise:
             stored = f"; noise: {noise['name']}, {noise['bands']} bands, {format_bytes(noise['bytes'])} of buffers"
-        notes = f"rows: {proof['rows']}; loss: {proof['loss']}; adjacency: {ADJACENCY}{stored}"
+        notes = f"rows: {proof['rows']}; loss: {proof['loss']}; adjacency: {self._installed.units.adjacency}{stored}"
         return replace(self._installed.clipping.plan, proof=notes)
 
     @property

@@ -17,6 +17,7 @@ from gramian.optim.kfac_optimizer import KFAC
 from gramian.privacy.clipping.clip_factors import FunctionName
 from gramian.privacy.noise.noise_strategy import NoiseName, check_noise, is_correlated
 from gramian.privacy.sampling.population import batch_size_of, population
+from gramian.privacy.sampling.record_units import RecordUnits
 from gramian.taps.capture import check_arguments
 
 Storage = Literal["auto", "bookkeeping", "keep", "two_pass"]
@@ -226,13 +227,18 @@ class SamplingRate:
 
 
 def sampling_rate(
-    loader: Any, world_size: int, expected_batch: float | None, sample_rate: float | None, poisson: bool
+    loader: Any,
+    world_size: int,
+    expected_batch: float | None,
+    sample_rate: float | None,
+    poisson: bool,
+    units: RecordUnits | None = None,
 ) -> SamplingRate:
     """Expected batch size and sample rate of a private run: as given, otherwise computed from the loader.
 
     expected_batch None: the loader's batch size times `world_size` processes. sample_rate None: expected_batch / number of
-    records, which depends on `poisson` (see `population`). A sample rate without expected_batch is refused: the step would
-    divide by rate × records, which reveals whether a record is there.
+    records, which depends on `poisson` (see `population`). With `units`, both count units. A sample rate without expected_batch
+    is refused: the step would divide by rate × records, which reveals whether a record is there.
 
     Raises:
         GramianError: if a value is not above 0, cannot be computed from the loader, or gives a sample rate above 1.
@@ -248,7 +254,7 @@ def sampling_rate(
     if not hasattr(loader, "__iter__"):
         raise GramianError(f"data_loader: expected a DataLoader, got {type(loader).__name__}")
     given = sample_rate is not None
-    size = population(loader, world_size, poisson=poisson, rate_given=given)
+    size = population(loader, world_size, poisson=poisson, rate_given=given, units=units)
     if size == 0:
         raise GramianError("data_loader: its data set is empty; expected at least one record")
     per_process = batch_size_of(loader)

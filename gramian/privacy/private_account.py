@@ -5,15 +5,13 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from gramian.core.errors import GramianError
+from gramian.privacy.accounting.adjacency import adjacencies
 from gramian.privacy.accounting.release_limit import ReleaseLimit
 from gramian.privacy.opacus_names import OpacusNames
 from gramian.privacy.options import is_number
 
 if TYPE_CHECKING:
     from gramian.privacy.private_model import PrivateModel
-
-ADJACENCY = "add or remove one record"
-"""What two data sets differ in whose outcomes ε compares."""
 
 
 class PrivateAccount(OpacusNames):
@@ -43,10 +41,14 @@ class PrivateAccount(OpacusNames):
         ```
 
         Raises:
-            GramianError: if the releases of the other engine are counted already, or it is this one.
+            GramianError: if the releases of the other engine are counted already, it is this one, or its unit is another one.
         """
         if not isinstance(other, PrivateAccount):
             raise GramianError(f"compose: expected a gramian.PrivacyEngine, got {type(other).__name__}")
+        if len(found := self._adjacencies() | other._adjacencies()) > 1:
+            raise GramianError(
+                f"compose: epsilon of one engine is for {' and of the other for '.join(sorted(found))}; expected the same"
+            )
         self._ledger.accounting.compose(other._ledger.accounting)
 
     def noise_record(self, releases: int) -> dict[str, Any]:
@@ -61,6 +63,10 @@ class PrivateAccount(OpacusNames):
         if self._model is None:
             raise GramianError("engine: makes no model private; expected make_private before")
         return self._model.noise_record(releases)
+
+    def _adjacencies(self) -> set[str]:
+        own = set() if self._model is None else {self._model.units.adjacency}
+        return own | adjacencies(self._ledger)
 
     def limit_epsilon(self, target_epsilon: float, target_delta: float, *, planned: int = 0) -> None:
         """From now on, refuse a step before it begins if ε would then exceed `target_epsilon` at `target_delta`.
@@ -81,8 +87,10 @@ class PrivateAccount(OpacusNames):
         records = None if self._model is None else self._model.records
         if records is not None and is_number(delta) and delta * records >= 1 and not self._warned_of_delta:
             self._warned_of_delta = True
+            assert self._model is not None
+            unit = self._model.units.adjacency.rpartition(" ")[2]
             warnings.warn(
-                f"delta: {delta:g} is not below 1/{records}, and publishing one of {records} records as it is has that delta; "
+                f"delta: {delta:g} is not below 1/{records}, and publishing one of {records} {unit}s as it is has that delta; "
                 "expected a much smaller one",
                 stacklevel=3,
             )

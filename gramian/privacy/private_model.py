@@ -38,11 +38,13 @@ from gramian.privacy.noise.correlated_noise import CorrelatedNoise, buffer_bytes
 from gramian.privacy.noise.noise_strategy import NoiseStrategy, is_correlated, kind_of
 from gramian.privacy.options import PrivacyOptions, Tuning, innermost, sampling_rate
 from gramian.privacy.private_step import PrivateStep
+from gramian.privacy.private_units import PrivateUnits
 from gramian.privacy.sampling.cyclic import Groups
 from gramian.privacy.sampling.dataset_fingerprint import dataset_fingerprint
 from gramian.privacy.sampling.poisson import Piece
 from gramian.privacy.sampling.population import population
 from gramian.privacy.sampling.private_loader import PrivateLoader
+from gramian.privacy.sampling.record_units import RecordUnits
 from gramian.privacy.sampling.single_collation import RecordingCollate
 from gramian.taps.hub import hub_of
 from gramian.taps.model.user_names import named_parameters, unwrap
@@ -76,6 +78,7 @@ class PrivateModel:
         *,
         expected_batch: float | None,
         sample_rate: float | None,
+        units: RecordUnits | None,
         tuning: Tuning,
         proof: ProofLog,
         metric: KFACNaturalGradient | None,
@@ -84,12 +87,15 @@ class PrivateModel:
     ) -> None:
         """Install all hooks; nothing stays installed if this raises.
 
-        The arguments are those of `make_private`; `ledger` (the account of ε) and `stopwatch` belong to the engine.
+        The arguments are those of `make_private`; `units` are the units of its `unit_of`; `ledger` (the account of ε) and
+        `stopwatch` belong to the engine.
         """
         self.module, self.root = module, unwrap(module)
         optimizer = innermost(optimizer)
         self.options, self.proof, self._optimizer, self._ledger = options, proof, optimizer, ledger
         self._tuning, self._stopwatch = tuning, stopwatch
+        self.units = PrivateUnits(units, options.max_physical_batch)
+        """The units of privacy, and those of the next forward's rows or tokens."""
         if self.root in _private:
             raise GramianError("module: is private already; expected one engine for each model")
         self.parallel = ProcessGrid.of(module, self.root)
@@ -106,7 +112,7 @@ class PrivateModel:
                 'proof: is "off"; whose row is which is taken from shapes, and epsilon rests on that', stacklevel=3
             )
         self.rate = sampling_rate(
-            data_loader, self.parallel.size, expected_batch, sample_rate, bool(options.poisson_sampling)
+            data_loader, self.parallel.size, expected_batch, sample_rate, bool(options.poisson_sampling), units
         )
         if not options.poisson_sampling:
             warnings.warn(
@@ -128,9 +134,13 @@ class PrivateModel:
                 self.clip, options.noise_multiplier, self.rate.expected_batch, self.parallel
             )
         self.records = population(
-            data_loader, self.parallel.size, poisson=bool(options.poisson_sampling), rate_given=self.rate.given
+            data_loader,
+            self.parallel.size,
+            poisson=bool(options.poisson_sampling),
+            rate_given=self.rate.given,
+            units=units,
         )
-        """Number of records that batches come from; None: not known."""
+        """Number of records, or of units, that batches come from; None: not known."""
         self._carries_no_state = self._looked_behind_loss = False
         self._installed: ExitStack | None = None
         with ExitStack() as stack:
@@ -162,6 +172,7 @@ class PrivateModel:
 
         This model's noise multiplier and sample rate are recorded for the steps that follow.
         """
+        self.units.refuse_other_adjacency(self._ledger)
         self._ledger.accounting.record(*self._kind)
         self._resume_clip_norm()
         self.step.restart()
@@ -217,6 +228,7 @@ class PrivateModel:
         options, rate = self.options, self.rate
         marked = {name: value for name, value in vars(options).items() if (name, value) not in DEFAULTS_OF_LATER}
         marked |= {"expected_batch": rate.expected_batch, "sample_rate": rate.sample_rate}
+        marked |= self.units.marks
         marked["loss_scale"] = type(options.loss_scale).__name__
         shapes = [(name, tuple(p.shape)) for name, p in self.trained.items()]
         if self.strategy is not None:
@@ -239,6 +251,7 @@ class PrivateModel:
             weights,
             None if self.metric is None else self.metric.digest,
         )
+        self.units.refuse_other_adjacency(self._ledger)
 
     def _private_loader(self, data_loader: DataLoader[Any]) -> PrivateLoader:
         return PrivateLoader(
@@ -253,6 +266,7 @@ class PrivateModel:
             max_physical_batch=self.options.max_physical_batch,
             max_draw=self.options.max_draw,
             groups=Groups(self._groups_key(), self._kind[4]) if len(self._kind) == 5 else None,
+            units=self.units.of_records,
         )
 
     def _groups_key(self) -> bytes:
@@ -302,6 +316,7 @@ class PrivateModel:
             self.metric,
             self.strategy,
         )
+        self.units.clipping = self.clipping
         self.clipping.on_begin, self.clipping.on_done = self.step.before_backward, self.step.after_backward
         handle = self._optimizer.register_step_pre_hook(torch.compiler.disable(self.step.hook, reason=EAGER))
         self._optimizer.noise_multiplier = options.noise_multiplier  # type: ignore[attr-defined]  # scripts read it
@@ -345,6 +360,8 @@ class PrivateModel:
         stack.callback(hub.proof.forget_loader)
         hub.on_inputs = self._check_inputs
         stack.callback(setattr, hub, "on_inputs", lambda inputs: None)
+        hub.on_batch = self.units.refuse_crossing_labels
+        stack.callback(setattr, hub, "on_batch", lambda inputs: None)
         return clipping
 
     # ---- callbacks -------------------------------------------------------------------------------------------------
@@ -353,6 +370,7 @@ class PrivateModel:
         if not self.installed:
             raise GramianError("data_loader: its engine was detached; expected the loader of a private model")
         self.step.begin_piece(piece)
+        self.units.begin_piece(piece)
 
     def proof_is_due(self) -> bool:
         """True if the row proof (each row depends on its sample alone) is to be repeated before this forward."""

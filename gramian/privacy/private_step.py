@@ -90,8 +90,8 @@ class PrivateStep:
         if self.progress.begin(piece):
             self._forget()
 
-    def before_backward(self, rows: int) -> None:
-        """Check a backward of `rows` samples before anything is summed.
+    def before_backward(self, rows: int, units: int | None) -> None:
+        """Check a backward of `rows` rows, which belong to so many `units` (None: each is one), before anything is summed.
 
         Raises:
             GramianError: if a parameter outside the engine would get a gradient, if weights changed since the last backward of
@@ -109,7 +109,7 @@ class PrivateStep:
                 "(without Poisson sampling the loader does not split them)"
             )
         if self._options.poisson_sampling:
-            self.progress.check_backward(rows)
+            self.progress.check_backward(rows, units)
 
     def after_backward(self) -> None:
         """Count a backward whose clipped sums were added, and report its norms to `on_clipped`."""

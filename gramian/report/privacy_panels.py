@@ -62,7 +62,9 @@ def _statement(run: RunData, several: bool) -> str:
     name = f"{run.name}: " if several else ""
     insecure = run.option("privacy", "insecure_reproducible") is True
     warning = " The key follows from the seed (insecure_reproducible): there is no privacy." if insecure else ""
-    return f"{name}ε is {validity(run)}, with δ = {run.option('privacy', 'delta')}, for one window of text.{warning}"
+    recorded = run.record.get("privacy")
+    unit = recorded.get("unit", "one window") if isinstance(recorded, Mapping) else "one window"
+    return f"{name}ε is {validity(run)}, with δ = {run.option('privacy', 'delta')}, for {unit} of text.{warning}"
 
 
 def _mechanism(private: Sequence[RunData], several: bool) -> Panel:

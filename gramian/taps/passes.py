@@ -18,6 +18,7 @@ from gramian.core.errors import GramianError
 from gramian.linalg.wide import exact_float32, wide
 from gramian.taps.audit import AGREES
 from gramian.taps.gradients import PerSampleGradient, join
+from gramian.taps.gradients.ragged import regrouped
 from gramian.taps.records import LayerRecord, ParameterRecord, PassInfo
 from gramian.taps.roles import GradientRule, Statistic
 from gramian.taps.sites.site import INLINE
@@ -280,7 +281,12 @@ class PassBook:
         calls = len(kinds) - max(kinds.count(INLINE) - 1, 0)  # products inside a layer are no calls of it
         gradient = join([part for _, part in parts])
         for listener, info in self.audience(pass_):
-            mine = gradient if info.units is None else join([part.regroup(info.units) for _, part in parts])
+            mine = gradient
+            if info.units is not None:
+                try:
+                    mine = join([regrouped(part, info.units) for _, part in parts])
+                except GramianError as error:
+                    raise GramianError(f"{name}: {error}") from None
             listener.parameter(ParameterRecord(name, kind, calls, mine, info, borrowed, INLINE in kinds))
 
     def _end_of_backward(self, device: str) -> None:

@@ -130,6 +130,8 @@ class TappedModel:
         self.tensor_parallel: TensorParallel | None = None
         """The processes of a tensor-parallel model, each of which computes gradients of its share of the samples; None: every
         process uses all samples it sees."""
+        self.on_batch: Callable[[Any], None] = lambda inputs: None
+        """Called with (args, kwargs) of every forward of the root that several samples share, before a row proof."""
         self.on_inputs: Callable[[Any], None] = lambda inputs: None
         """Called with (args, kwargs) of every forward of the root in eager mode, except those of a row proof."""
         self.private = False
@@ -179,6 +181,11 @@ class TappedModel:
             if not any(ids is other for other in found):
                 found.append(ids)
         return found
+
+    def units_in(self, batch: int) -> int:
+        """Number of samples in a batch of `batch` rows; of units where a listener's ids by token put several into a row."""
+        by_token = [ids for ids in self.groupings() if ids is not None and ids.dim() == 2]
+        return max([batch, *(len(ids.unique()) for ids in by_token)])
 
     def proof_is_due(self) -> bool:
         """True if a listener asks for the row proof to be repeated on this batch."""

@@ -69,6 +69,9 @@ from tests.privacy import (
     test_secrets,
     test_single_unit,
     test_truncated,
+    test_unit_draws,
+    test_unit_refusals,
+    test_units,
 )
 from tests.privacy.problems import assert_sums, private
 from tests.statistics.problems import problem
@@ -1132,7 +1135,7 @@ BUGS = (
     ),
     Mutation(
         "several records clipped as one row",
-        Edit("DrawProgress.check_backward", "if rows != records:", "if rows > records:"),
+        Edit("DrawProgress.check_backward", "elif rows != records:", "elif rows > records:"),
         test_regressions.test_rows_that_stand_for_several_records_are_refused,
     ),
     Mutation(
@@ -1204,6 +1207,61 @@ BUGS = (
         "factors of private data in a metric",
         Edit("PublicMetric._take", "if self._kfac.state.private:", "if False:"),
         test_metric.test_factors_that_saw_a_private_backward_are_refused_also_from_a_file,
+    ),
+    Mutation(
+        "rows of one user clipped apart",
+        Edit("Clipping.pass_info", "if self.sample_ids is not None and", "if False and"),
+        partial(test_units.test_rows_of_one_user_are_clipped_as_one, "mlp", "bookkeeping", "gram"),
+    ),
+    Mutation(
+        "embedding of packed documents without its cross term",
+        Edit("joined:_inner_of_segments", "found[b] =", "found[b] = 0 *"),
+        partial(test_units.test_packed_documents_are_clipped_one_by_one, "tied gpt", "bookkeeping", "gram"),
+    ),
+    Mutation(
+        "gradient of padding left out",
+        Edit("sample_norms:set_factors", "work.padding, total_B", "_, total_B"),
+        test_unit_refusals.test_padding_with_a_gradient_is_refused,
+    ),
+    Mutation(
+        "documents of one row not proven",
+        Edit("TappedModel.units_in", "return max([batch, *(len(ids.unique()) for ids in by_token)])", "return batch"),
+        test_unit_refusals.test_a_missing_document_mask_is_refused_also_in_one_row,
+    ),
+    Mutation(
+        "proof of single documents taken for packed ones",
+        Edit("Units.share_rows", "return bool((highest_B > lowest_B).any())", "return False"),
+        test_unit_refusals.test_a_proof_of_unpacked_rows_does_not_cover_packed_ones,
+    ),
+    Mutation(
+        "positions that follow the packing",
+        Edit("Prover._turn", "if not self._private or not self._samples.turns:", "if True:"),
+        test_unit_refusals.test_positions_that_do_not_begin_anew_with_a_document_are_refused,
+    ),
+    Mutation(
+        "labels across documents",
+        Edit("CrossingLabels.refuse", "if len(found) < 2 or units.ids.shape[1] < 2:", "if True:"),
+        partial(test_unit_refusals.test_labels_across_documents_are_refused, True),
+    ),
+    Mutation(
+        "units of several records under draws of records",
+        Edit("DrawProgress._check_units", "if units != piece.count:", "if units > piece.count:"),
+        test_unit_draws.test_units_of_several_records_under_draws_of_records_are_refused,
+    ),
+    Mutation(
+        "records of a unit drawn apart",
+        Edit("PoissonBatchSampler.pieces_of", "if self._units is not None:", "if False:"),
+        test_unit_draws.test_units_are_drawn_at_the_rate_and_their_records_together,
+    ),
+    Mutation(
+        "unit split between pieces",
+        Edit("poisson:_filled", "groups[-1].append(unit)", "groups[max(0, len(groups) - 2)].append(unit)"),
+        partial(test_unit_draws.test_a_unit_is_in_one_piece_of_one_rank, 2, None),
+    ),
+    Mutation(
+        "the same records of a large unit in every draw",
+        Edit("RecordUnits.drawn", "chacha.words(own, draw_number,", "chacha.words(own, 0 * draw_number,"),
+        test_unit_draws.test_of_a_large_unit_a_random_subset_is_drawn_by_key,
     ),
     Mutation(
         "truncated draws accounted as whole ones",

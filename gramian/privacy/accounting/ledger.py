@@ -24,7 +24,7 @@ from gramian.privacy.noise.secrets import KEY_BYTES, ReleaseCounter, Secrets, is
 SCHEMA = 1
 SHARED = struct.Struct("16sd?")
 """What processes share beside the key: name of the account, clip norm (0: none), and whether it is due."""
-CHAINED = ("max_grad_norm", "expected_batch", "poisson_sampling", "clip_function", "releases")
+CHAINED = ("max_grad_norm", "expected_batch", "poisson_sampling", "clip_function", "releases", "adjacency")
 """Options that every entry of the chain of releases has, beside the noise multiplier and the sample rate."""
 
 

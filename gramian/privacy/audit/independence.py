@@ -19,6 +19,7 @@ from gramian.taps.proof.isolated_runs import undisturbed
 from gramian.taps.proof.proof_runs import Refuted, refuse
 from gramian.taps.proof.prover import Prover
 from gramian.taps.proof.sample_arguments import SampleArguments
+from gramian.taps.units import Units
 
 FEW = 32
 """Below this many samples the proof runs with four random numberings of the samples, which choose whom to replace; one
@@ -27,7 +28,9 @@ SCALES = (1.0, 2.0**-8, 2.0**-16)
 """Factors of the loss, tried until its gradients are finite: a loss scale may be too large for the first batch."""
 
 
-def check_independence(hub: Hub, root: nn.Module, loss_fn: Callable[..., Tensor], batch: Any) -> None:
+def check_independence(
+    hub: Hub, root: nn.Module, loss_fn: Callable[..., Tensor], batch: Any, ids: Tensor | None = None
+) -> None:
     """Prove by runs with replaced samples that a loss depends on each sample through its own rows alone.
 
     The rows of samples that stay must not change, nor may one sample's gradient when it runs alone.
@@ -39,6 +42,7 @@ def check_independence(hub: Hub, root: nn.Module, loss_fn: Callable[..., Tensor]
         root: the model.
         loss_fn: the loss of a batch; with one argument more than the batch has parts it gets the model first.
         batch: tensors with the samples on dim 0, in any structure.
+        ids: the unit of each row [B] or token [B, T], which counts as one sample; −1: padding; None: each row is one.
 
     Raises:
         GramianError: if rows of samples that stay change; if nothing can be shown, because all samples are equal, there are
@@ -57,12 +61,13 @@ def check_independence(hub: Hub, root: nn.Module, loss_fn: Callable[..., Tensor]
             raise GramianError("batch: has a sample whose loss is not finite; expected one on which it is")
         return scale * loss
 
-    samples = SampleArguments.of(batch, rows)
+    units = None if ids is None else Units.of(ids, rows, padding=True, field="ids")
+    samples, count = SampleArguments.of(batch, rows, units=units), rows if units is None else units.count
     with hub.proof.in_company(partial(execute, 1.0, batch)):
-        if rows < 2:
-            raise GramianError(f"batch: has {rows} samples; expected at least two")
+        if count < 2:
+            raise GramianError(f"batch: has {count} samples; expected at least two")
         lone = partial(hub.proof.lone, samples)
-        for seed in range(numberings(rows)):
+        for seed in range(numberings(count)):
             for scale in SCALES:
                 with undisturbed(root, samples.leaves):
                     if _shows(Prover(hub, partial(execute, scale), samples, seed=seed, lone=lone)):

@@ -25,7 +25,16 @@ from gramian.privacy.clipping.clipping_plan import (
     ways,
 )
 from gramian.privacy.options import Storage
-from gramian.taps.gradients import Convolved, GroupedOuter, GroupedSum, Indexed, Outer, PerSampleGradient, Summed
+from gramian.taps.gradients import (
+    Convolved,
+    GroupedIndexed,
+    GroupedOuter,
+    GroupedSum,
+    Indexed,
+    Outer,
+    PerSampleGradient,
+    Summed,
+)
 from gramian.taps.gradients.joined import Joined
 
 REMEMBERED = 16
@@ -176,7 +185,13 @@ def share_of(name: str, gradient: PerSampleGradient) -> Share:
         return Share(name, "outer", gradient.batch, gradient.tokens, gradient.shape, itemsize, held, narrow.nbytes)
     if isinstance(gradient, Summed | GroupedSum):
         return Share(name, "sum", gradient.batch, gradient.tokens, gradient.shape, itemsize, held)
-    form = "rows" if isinstance(gradient, Indexed) else "parts" if isinstance(gradient, Joined) else "other"
+    form = (
+        "rows"
+        if isinstance(gradient, Indexed | GroupedIndexed)
+        else "parts"
+        if isinstance(gradient, Joined)
+        else "other"
+    )
     if isinstance(gradient, Convolved):
         form = "parts"
     return Share(name, form, gradient.batch, gradient.tokens, gradient.shape, itemsize, held)

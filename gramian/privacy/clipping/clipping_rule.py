@@ -31,6 +31,7 @@ from gramian.taps.gradients.per_sample_gradient import flat
 from gramian.taps.hub import Hub
 from gramian.taps.passes import accumulates
 from gramian.taps.records import LayerRecord, ParameterRecord, PassInfo
+from gramian.taps.units import Units
 
 
 class Clipping:
@@ -43,6 +44,7 @@ class Clipping:
     only: frozenset[str] | None = None
     statistics = ()
     sample_ids: Tensor | None = None
+    """The unit of each row [B] or token [B, T] of the next forward, 0, 1, 2 …; −1: padding. None: each row is a unit."""
 
     def __init__(
         self,
@@ -76,8 +78,9 @@ class Clipping:
         self.last: ClippedBatch | None = None
         self._guessed_right = True
         """False after a backward with an inaccurate norm: the next one starts no sum before its factors are confirmed."""
-        self.on_begin: Callable[[int], None] = lambda rows: None
-        """Called with the number of samples of a backward before anything is summed; may raise."""
+        self.on_begin: Callable[[int, int | None], None] = lambda rows, units: None
+        """Called with the number of rows of a backward, and of their units (None: each row is one), before anything is summed;
+        may raise."""
         self.on_done: Callable[[], None] = lambda: None
         """Called when all clipped sums of a backward were passed to the receiver."""
         self.on_watch: Callable[[str, Tensor], None] = lambda name, tensor: None
@@ -129,14 +132,25 @@ class Clipping:
         """Begin pass `number`, a forward of `batch` rows and its backward.
 
         Returns:
-            The factor and loss scale by which gradients of the backward become gradients of each sample's own loss.
+            The units of its rows, and the factor and loss scale by which gradients of the backward become those of each
+            sample's own loss.
+
+        Raises:
+            GramianError: if `sample_ids` do not fit the batch, or are given by token with the loss_reduction "mean".
         """
-        reduction = self._options.loss_reduction
+        reduction, units = self._options.loss_reduction, None
+        if self.sample_ids is not None and not self._hub.blank:
+            units = Units.of(self.sample_ids, batch, padding=True, field="ids", ragged=True)
+        if units is not None and units.by_token and reduction == "mean":
+            raise GramianError(
+                'loss_reduction: is "mean", and what a mean over rows is of a unit depends on how units are packed into rows; '
+                'expected "sum", or the coefficient of one token\'s loss, with ids by token'
+            )
         factor = {"mean": float(batch), "sum": 1.0}[reduction] if isinstance(reduction, str) else 1.0 / reduction
         self.planner.begin(number, batch)
         recent = {n for n in self._placeholders if n > number - REMEMBERED}
         self._placeholders = recent | ({number} if self._hub.blank else set())
-        return PassInfo(number, batch, None, None, None, factor, self._options.loss_scale)
+        return PassInfo(number, batch, units, None, None, factor, self._options.loss_scale)
 
     def layer(self, record: LayerRecord) -> None:
         """Do nothing with the record of a layer: clipping works on parameter records."""
@@ -217,7 +231,8 @@ class Clipping:
             self.plan = work.plan
         if not work.ignored:
             self._refuse_over_budget(work)
-            self.on_begin(0 if work.placeholder else info.batch)
+            units = info.units
+            self.on_begin(0 if work.placeholder else info.batch, None if units is None else units.count - units.padded)
         return work
 
     def _refuse_over_budget(self, work: ClippingWork) -> None:
@@ -254,7 +269,11 @@ class Clipping:
             del self._works[info.number]
             self._pass_on(lambda name: work.totals.pop(name, None))
         elif work.norms_only:
-            self._find_factors(work)
+            try:
+                self._find_factors(work)
+            except GramianError:
+                del self._works[info.number]
+                raise
             work.squares.clear()
         else:
             self._stopwatch.add("backward", work.start_time, self._cuda)
@@ -289,6 +308,11 @@ class Clipping:
                 del work.saved[name]
         work.small_gradients.clear()
         work.small_groups.clear()
+        if work.padding is not None and bool(work.padding != 0):
+            raise GramianError(
+                f"ids: rows or tokens of no unit (-1) have a gradient of norm {float(work.padding):.3g}, which would be left "
+                "out; expected labels of -100 for them, and no unit that depends on them"
+            )
 
     @property
     def _cuda(self) -> bool:

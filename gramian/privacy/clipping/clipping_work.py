@@ -95,6 +95,8 @@ class ClippingWork:
     The gradients are None in the first of two passes: the second computes them again."""
     saved: dict[str, SavedForClipping] = field(default_factory=dict)
     saved_bytes: int = 0
+    padding: Tensor | None = None
+    """Norm of the gradient of rows or tokens that belong to no unit, 0-dim, which must be 0; None: there are none."""
     small_gradients: dict[str, Tensor] = field(default_factory=dict)
     """Per-sample gradients [B, n] of biases and norm layers: small and many, so they are clipped together."""
     small_groups: list[tuple[Tensor, list[str]]] = field(default_factory=list)

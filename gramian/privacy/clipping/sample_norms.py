@@ -167,7 +167,7 @@ def guess_factors(work: ClippingWork) -> tuple[ClippedBatch, dict[int, Tensor], 
     for gradients_BN, names in work.small_groups:
         work.add(names[0], row_squares(gradients_BN))
     if not work.squares:
-        work.squares[0] = torch.zeros(0 if work.placeholder else work.info.batch)
+        work.squares[0] = torch.zeros(0 if work.placeholder else work.info.count)
     sure, flags = dict(work.squares), _flags(work)
     for norms in work.doubtful:
         work.add(next(iter(norms.gradients)), norms.squares_B)
@@ -195,7 +195,7 @@ def confirm_factors(work: ClippingWork, sure: Mapping[int, Tensor], flags: Seque
     if bool(finite_B.all()):
         return clipped
     work.finite_runs = _runs(finite_B.tolist())
-    left_out = work.info.batch - sum(stop - start for start, stop in work.finite_runs)
+    left_out = len(finite_B) - sum(stop - start for start, stop in work.finite_runs)
     return replace(clipped, nonfinite=left_out)
 
 
@@ -210,9 +210,14 @@ def set_factors(work: ClippingWork) -> ClippedBatch:
     factors = {group: work.clip.factors(norms_B, slack, group) for group, norms_B in norms.items()}
     if len(norms) > 1:  # a sample that is not finite in one layer is left out of all
         factors = {group: torch.where(total_B.isfinite(), factors_B, 0.0) for group, factors_B in factors.items()}
+    factors_B = work.clip.columns(factors)
+    if work.info.units is not None and work.info.units.padded:  # the last unit
+        work.padding, total_B, factors_B = total_B[-1], total_B[:-1], factors_B[:-1]
+        for column_B in factors.values():
+            column_B[-1] = 0
     work.factors = factors
     work.weights.clear()
-    return ClippedBatch(total_B, work.clip.columns(factors), nonfinite=0)
+    return ClippedBatch(total_B, factors_B, nonfinite=0)
 
 
 def _group_small_gradients(work: ClippingWork) -> list[tuple[Tensor, list[str]]]:

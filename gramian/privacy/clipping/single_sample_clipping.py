@@ -157,8 +157,8 @@ class SingleSampleClipping:
         self.last: ClippedBatch | None = None
         self.plan: ClippingPlan | None = None
         """Always None: a batch of one sample needs no clipping plan."""
-        self.on_begin: Callable[[int], None] = lambda rows: None
-        """Called with the number of samples of a backward before anything is summed; may raise."""
+        self.on_begin: Callable[[int, int | None], None] = lambda rows, units: None
+        """Called with the number of rows of a backward, and None, before anything is summed; may raise."""
         self.on_done: Callable[[], None] = lambda: None
         self.on_inputs: Callable[[Any], None] = lambda inputs: None
         """Called with the arguments of every forward of the root (eager mode)."""
@@ -279,7 +279,7 @@ class SingleSampleClipping:
         if number not in self._forwards:
             raise GramianError(SECOND_BACKWARD)
         self._begin(task)
-        self.on_begin(self._forwards[number])
+        self.on_begin(self._forwards[number], None)
         self._reached = number
 
     def _begin(self, task: int) -> None:

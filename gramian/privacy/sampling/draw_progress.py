@@ -37,11 +37,13 @@ class DrawProgress:
         self.draws.add(piece.draw)
         return again
 
-    def check_backward(self, rows: int) -> None:
-        """Check a backward of `rows` samples on the current piece (micro-batch); without a piece nothing is checked.
+    def check_backward(self, rows: int, units: int | None) -> None:
+        """Check a backward of `rows` rows on the current piece (micro-batch); without a piece nothing is checked.
+
+        `units`: number of units that the rows belong to; None: each row is one.
 
         Raises:
-            GramianError: if it is the piece's second backward, or `rows` is not its number of records.
+            GramianError: if it is the piece's second backward, or the rows, or units, are not as many as the piece has.
         """
         if self.piece is None:
             return
@@ -51,10 +53,21 @@ class DrawProgress:
                 "expected one backward for each batch"
             )
         records = len(self.piece.indices)
-        if rows != records:
+        if units is not None:
+            self._check_units(units, self.piece)
+        elif rows != records:
             raise GramianError(
                 f"batch: has {rows} rows for {records} records of the data set; expected one row for each record, on the "
                 "first axis of the model's first tensor (several views of a record next to each other inside the model)"
+            )
+
+    @staticmethod
+    def _check_units(units: int, piece: Piece) -> None:
+        if units != piece.count:
+            drawn = "records" if piece.units is None else "units"
+            raise GramianError(
+                f"ids: are of {units} units, and {piece.count} {drawn} were drawn, so that one of them would move the sum by "
+                "more than the clip norm; expected one id for each of them (unit_of=… of make_private draws users or documents)"
             )
 
     def end_backward(self) -> None:

@@ -4,7 +4,7 @@ It does not depend on the number of ranks, so a run resumes from a draw number, 
 computes a record, not which records are drawn.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +14,7 @@ from torch.utils.data import Sampler
 
 from gramian.core.errors import GramianError
 from gramian.kernels import chacha
+from gramian.privacy.sampling.record_units import RecordUnits
 
 _CHUNK = 2**19
 """Number of records whose random numbers are drawn at once: 4 MB of key stream."""
@@ -78,13 +79,32 @@ class Piece:
     """One micro-batch of a Poisson draw on one rank.
 
     `draw` is the number of the draw, `piece` the number of the micro-batch in it, `last` True for its last, `indices` the
-    records.
+    records, `units` the unit of each; None: each record is a unit.
     """
 
     draw: int
     piece: int
     last: bool
     indices: list[int]
+    units: list[int] | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of units whose records it has."""
+        return len(self.indices if self.units is None else set(self.units))
+
+
+def _filled(units: Sequence[int], sizes: Sequence[int], most: int | None) -> list[list[int]]:
+    """Units in groups of at most `most` records, in order, with `sizes` records of each; a larger unit is a group by itself."""
+    groups: list[list[int]] = []
+    room = 0
+    for unit, size in zip(units, sizes, strict=True):
+        if not groups or (most is not None and size > room):
+            groups.append([])
+            room = most or 0
+        groups[-1].append(unit)
+        room -= size
+    return groups
 
 
 class PoissonBatchSampler(Sampler[list[int]]):
@@ -94,16 +114,17 @@ class PoissonBatchSampler(Sampler[list[int]]):
 
     Args:
         key: the sampling key, 32 bytes, the same on every rank.
-        size: number of records of the complete data set.
-        rate: probability that a record takes part in a draw.
+        size: number of records of the complete data set; of units, if there are `units`.
+        rate: probability that a record, or unit, takes part in a draw.
         steps: number of draws per epoch.
         next_draw: function that returns the number of the first draw when an epoch begins.
         rank: rank of this process.
         world_size: number of ranks.
         max_physical_batch: largest number of records in one piece; None: all of the rank's records.
-        max_draw: largest number of records of a draw over all ranks, which larger ones are cut to; None: no limit.
+        max_draw: largest number of records (units) of a draw over all ranks, which larger ones are cut to; None: no limit.
         draw_of: function (key, number, size, rate) that returns the records of a draw in place of `draw`, as of cyclic
             sampling; None: `draw`.
+        units: the records of each unit, which are drawn together, and stay in one piece; None: each record is a unit.
     """
 
     def __init__(
@@ -119,6 +140,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
         max_physical_batch: int | None = None,
         max_draw: int | None = None,
         draw_of: Callable[[bytes, int, int, float], NDArray[np.int64]] | None = None,
+        units: RecordUnits | None = None,
     ) -> None:
         if steps < 1:
             raise GramianError(f"steps: {steps}; expected at least 1")
@@ -129,11 +151,14 @@ class PoissonBatchSampler(Sampler[list[int]]):
         """Number of pieces of every draw, for loops that count batches; None: as max_physical_batch says."""
         self.size, self.rate, self.steps, self.max_draw = size, rate, steps, max_draw
         self.rank, self.world_size, self.max_physical_batch = rank, world_size, max_physical_batch
-        self._next_draw, self._draw_of = next_draw, draw_of or partial(draw, most=max_draw)
+        self._next_draw, self._units = next_draw, units
+        self._draw_of = draw_of or partial(draw, most=max_draw)
 
     def pieces_of(self, number: int) -> list[Piece]:
         """This rank's pieces (micro-batches) of the draw of this number, in order."""
         indices = self._draw_of(self.key, number, self.size, self.rate)
+        if self._units is not None:
+            return self._pieces_of_units(self._units, number, indices)
         mine = share(indices, self.rank, self.world_size)
         most = len(share(indices, 0, self.world_size))
         parts = self.parts or pieces(most, self.max_physical_batch)
@@ -142,6 +167,26 @@ class PoissonBatchSampler(Sampler[list[int]]):
             Piece(number, part, part == parts - 1, mine[part * length : (part + 1) * length].tolist())
             for part in range(parts)
         ]
+
+    def _pieces_of_units(self, units: RecordUnits, number: int, drawn: NDArray[np.int64]) -> list[Piece]:
+        """`pieces_of` for units: each piece has as many as fit into max_physical_batch, with all records of each.
+
+        Every rank computes the pieces of all, so that all have as many as the one that needs most.
+        """
+        counts: list[list[list[int]]] = []
+        for rank in range(self.world_size):
+            theirs = share(drawn, rank, self.world_size).tolist()
+            length = -(-len(share(drawn, 0, self.world_size)) // (self.parts or 1))
+            sizes = [1] * len(theirs) if self.parts else [units.size(unit) for unit in theirs]
+            counts.append(_filled(theirs, sizes, length if self.parts else self.max_physical_batch))
+        parts = self.parts or max(1, *map(len, counts))
+        mine = counts[self.rank] + [[]] * (parts - len(counts[self.rank]))
+        found = []
+        for part, of_part in enumerate(mine):
+            records = units.drawn(self.key, number, of_part)
+            owners = [unit for unit, own in zip(of_part, records, strict=True) for _ in own]
+            found.append(Piece(number, part, part == parts - 1, [index for own in records for index in own], owners))
+        return found
 
     def epoch(self) -> Iterator[Piece]:
         """Yield the pieces (micro-batches) of `steps` draws, from draw number `next_draw()` on."""

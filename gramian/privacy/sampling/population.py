@@ -15,10 +15,36 @@ from torch.utils.data import (
 
 from gramian.core.errors import GramianError
 from gramian.privacy.sampling.private_loader import PrivateLoader
+from gramian.privacy.sampling.record_units import RecordUnits
 
 
-def population(loader: Any, world_size: int, *, poisson: bool, rate_given: bool) -> int | None:
-    """Number of records that the batches of all processes come from; None where it is not known.
+def units_of(loader: Any, unit_of: Any, most: Any, *, poisson: bool) -> RecordUnits | None:
+    """The units of a loader's records, from the arguments `unit_of` and `max_records_per_unit` (`most`); None: no units.
+
+    Raises:
+        GramianError: for arguments that do not fit each other or the data set, or without Poisson draws, which alone draw all
+            records of a unit together.
+    """
+    if unit_of is None:
+        if most is not None:
+            raise GramianError(f"max_records_per_unit: is {most!r} without unit_of; expected both, or None")
+        return None
+    if not poisson:
+        raise GramianError(
+            "unit_of: has no effect on the loader's own batches, between which a unit would be split; expected poisson_sampling"
+        )
+    dataset = getattr(loader, "dataset", None)
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+        raise GramianError(
+            f"unit_of: {type(dataset).__name__} has no length; expected a data set with one id for each index"
+        )
+    return RecordUnits.of(unit_of, most, len(dataset))
+
+
+def population(
+    loader: Any, world_size: int, *, poisson: bool, rate_given: bool, units: RecordUnits | None = None
+) -> int | None:
+    """Number of records, or of `units`, that the batches of all processes come from; None where it is not known.
 
     Poisson draws are from the complete data set. The user's own loader reads what its sampler yields in one pass over it:
     `len(sampler)` records on each process. With the data set's length instead, the sample rate of a record in a subset would be
@@ -29,6 +55,7 @@ def population(loader: Any, world_size: int, *, poisson: bool, rate_given: bool)
         world_size: number of processes, whose samplers are assumed to yield different records.
         poisson: True if Poisson draws replace its sampler.
         rate_given: True if the user gave the sample rate, which need not be computed.
+        units: the units of the records, if they are drawn by unit.
 
     Raises:
         GramianError: for a sampler that Poisson draws from all records cannot replace; or, without a given rate, for one that
@@ -40,7 +67,7 @@ def population(loader: Any, world_size: int, *, poisson: bool, rate_given: bool)
     except TypeError:
         return None
     if isinstance(dataset, IterableDataset) or isinstance(loader, PrivateLoader) or not hasattr(loader, "sampler"):
-        return size
+        return size if units is None else len(units)
     sampler = _sampler_of(loader)
     if poisson:
         if _goes_over(sampler) != size:
@@ -48,7 +75,7 @@ def population(loader: Any, world_size: int, *, poisson: bool, rate_given: bool)
                 f"data_loader: its {type(sampler).__name__} would give way to draws from the whole data set; expected no "
                 "sampler, torch.utils.data.Subset for a part of the data, or poisson_sampling=False"
             )
-        return size
+        return size if units is None else len(units)
     yielded = _yields(sampler, world_size)
     if yielded is None and not rate_given:
         raise GramianError(

@@ -13,6 +13,7 @@ from gramian.privacy.sampling.cyclic import Groups
 from gramian.privacy.sampling.dataset_fingerprint import preserved_generators
 from gramian.privacy.sampling.empty_batch import without_rows
 from gramian.privacy.sampling.poisson import Piece, PoissonBatchSampler
+from gramian.privacy.sampling.record_units import RecordUnits
 from gramian.privacy.sampling.single_collation import LastBatch
 
 
@@ -34,8 +35,10 @@ class PrivateLoader(DataLoader[Any]):
         rank: rank of this process.
         world_size: number of data-parallel ranks.
         max_physical_batch: largest number of records in one batch; None: all of this rank's at once.
-        max_draw: largest number of records of a draw over all ranks, which larger ones are cut to; None: no limit.
+        max_draw: largest number of records (units) of a draw over all ranks, which larger ones are cut to; None: no limit.
         groups: groups of cyclic sampling; None: every draw is from all records.
+        units: the records of each unit, which are drawn together; `sample_rate` and `expected_batch` then count units. None:
+            each record is a unit.
     """
 
     def __init__(
@@ -52,8 +55,9 @@ class PrivateLoader(DataLoader[Any]):
         max_physical_batch: int | None = None,
         max_draw: int | None = None,
         groups: Groups | None = None,
+        units: RecordUnits | None = None,
     ) -> None:
-        size = _records_of(loader)
+        size = _records_of(loader) if units is None else len(units)
         if not expected_batch > 0:
             raise GramianError(f"expected_batch: {expected_batch}; expected more than 0")
         self._on_piece = on_piece
@@ -70,6 +74,7 @@ class PrivateLoader(DataLoader[Any]):
             max_physical_batch=max_physical_batch,
             max_draw=max_draw,
             draw_of=None if groups is None else groups.cyclic_draw,
+            units=units,
         )
         self.groups = groups
         """Groups of cyclic sampling; None: every draw is from all records."""

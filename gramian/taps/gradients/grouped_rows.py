@@ -66,18 +66,19 @@ class GroupedRows:
         Raises:
             GramianError: if the layer has other tokens than the ids.
         """
-        ids = units.ids.to(self.owners_R.device)
-        if ids.dim() == 2:
-            tokens_R = self.owners_R & ((1 << BITS) - 1)
+        ids, counts_R = units.ids.to(self.owners_R.device), (self.owners_R >= 0) & (self.samples_R < self.batch)
+        samples_R = self.samples_R.where(counts_R, 0)
+        if units.by_token:
+            tokens_R = (self.owners_R & ((1 << BITS) - 1)).where(counts_R, 0)
             if len(tokens_R) and int(tokens_R.max()) >= ids.shape[1]:
                 raise GramianError(
-                    f"sample_ids: the layer sees token {int(tokens_R.max())} of a row, the ids have {ids.shape[1]}; "
+                    f"{units.field}: the layer sees token {int(tokens_R.max())} of a row, the ids have {ids.shape[1]}; "
                     "expected ids of shape [B], or a layer that sees every token once"
                 )
-            owners_R = ids[self.samples_R, tokens_R]
+            owners_R = ids[samples_R, tokens_R]
         else:
-            owners_R = ids[self.samples_R]
-        return GroupedRows(owners_R.long() << BITS, self.groups_R, units.count, self.groups)
+            owners_R = ids[samples_R]
+        return GroupedRows((owners_R.long() << BITS).where(counts_R, -1), self.groups_R, units.count, self.groups)
 
     def sums(self, rows_RD: Tensor) -> Tensor:
         """Sum of the rows of each segment: [B, G, D], in the dtype of the rows; the same bits in every run."""

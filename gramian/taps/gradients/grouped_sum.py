@@ -18,10 +18,19 @@ class GroupedSum(PerSampleGradient):
 
     summed_wide = False
 
-    def __init__(self, rows_RN: Tensor, rows: GroupedRows, shape: tuple[int, ...]) -> None:
-        """Store the token gradients, with the sample and group of each; `shape` is [G, N], or [N] with one group."""
+    def __init__(
+        self, rows_RN: Tensor, rows: GroupedRows, shape: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> None:
+        """Store the token gradients, with the sample and group of each; nothing is computed.
+
+        Args:
+            rows_RN: a gradient per row.
+            rows: sample and group of each.
+            shape: [G, N], or that of a parameter of N elements with one group.
+            dtype: narrowest dtype that the rows were formed from, if not their own.
+        """
         self.rows_RN, self.rows = rows_RN, rows
-        self.batch, self.shape, self.dtype = rows.batch, shape, rows_RN.dtype
+        self.batch, self.shape, self.dtype = rows.batch, shape, dtype or rows_RN.dtype
 
     def per_sample(self) -> Tensor:
         """The gradients [B, *shape], in float32 or float64: one addition for each entry of a row."""
@@ -49,16 +58,16 @@ class GroupedSum(PerSampleGradient):
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
         """A new `GroupedSum` of the same rows with `function` applied to their gradients."""
-        return type(self)(function(self.rows_RN), self.rows, self.shape)
+        return type(self)(function(self.rows_RN), self.rows, self.shape, self.dtype)
 
     def select(self, start: int, stop: int) -> Self:
         """The gradients of samples start … stop−1 only. Waits for the device."""
         rows, mask_R = self.rows.of(torch.arange(start, stop, device=self.rows_RN.device))
-        return type(self)(self.rows_RN[mask_R], rows, self.shape)
+        return type(self)(self.rows_RN[mask_R], rows, self.shape, self.dtype)
 
     def regroup(self, units: Units) -> "GroupedSum":
         """The gradients of units (groups of rows of the batch, or of tokens) instead of samples."""
-        return GroupedSum(self.rows_RN, self.rows.regrouped(units), self.shape)
+        return GroupedSum(self.rows_RN, self.rows.regrouped(units), self.shape, self.dtype)
 
     @property
     def tokens(self) -> int:

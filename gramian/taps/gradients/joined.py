@@ -12,9 +12,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from gramian.linalg.wide import wide, wide_bmm
+from gramian.linalg.wide import wide, wide_bmm, wide_mm
 from gramian.plan.norm_algorithm import Algorithm
 from gramian.taps.gradients.directions import Directions
+from gramian.taps.gradients.grouped_indexed import GroupedIndexed
 from gramian.taps.gradients.grouped_outer import GroupedOuter
 from gramian.taps.gradients.grouped_rows import all_rows
 from gramian.taps.gradients.grouped_sum import GroupedSum
@@ -36,16 +37,22 @@ def join(parts: Sequence[PerSampleGradient]) -> PerSampleGradient:
     outers = [part for part in parts if isinstance(part, Outer)]
     rows = [part for part in parts if isinstance(part, Indexed)]
     sums = [part for part in parts if isinstance(part, Summed)]
-    merged = [part for part in parts if not isinstance(part, Outer | Indexed | Summed | GroupedOuter | GroupedSum)]
+    known = Outer | Indexed | Summed | GroupedOuter | GroupedSum | GroupedIndexed
+    merged = [part for part in parts if not isinstance(part, known)]
     stacks = [part for part in parts if isinstance(part, GroupedOuter)]
     vectors = [part for part in parts if isinstance(part, GroupedSum)]
+    lookups = [part for part in parts if isinstance(part, GroupedIndexed)]
+    if len(lookups) > 1:
+        index_R, rows_RD = _cat([p.index_R for p in lookups], 0), _cat([p.rows_RD for p in lookups], 0)
+        merged.append(GroupedIndexed(index_R, rows_RD, all_rows([p.rows for p in lookups]), lookups[0].shape[0]))
     if len(stacks) > 1:
         sides = _cat([p.left_RM for p in stacks], 0), _cat([p.right_RN for p in stacks], 0)
         merged.append(GroupedOuter(*sides, all_rows([p.rows for p in stacks]), stacks[0].shape, stacks[0].input_left))
     if len(vectors) > 1:
         rows_RN = _cat([p.rows_RN for p in vectors], 0)
-        merged.append(GroupedSum(rows_RN, all_rows([p.rows for p in vectors]), vectors[0].shape))
-    merged += [*(stacks if len(stacks) == 1 else []), *(vectors if len(vectors) == 1 else [])]
+        dtype = min((p.dtype for p in vectors), key=lambda dtype: dtype.itemsize)
+        merged.append(GroupedSum(rows_RN, all_rows([p.rows for p in vectors]), vectors[0].shape, dtype))
+    merged += [part for alike in (lookups, stacks, vectors) if len(alike) == 1 for part in alike]
     if len(outers) > 1:
         sides = _cat([p.left_BTM for p in outers]), _cat([p.right_BTN for p in outers])
         outers = [Outer(*sides, outers[0].input_left)]
@@ -150,10 +157,23 @@ def inner(left: PerSampleGradient, right: PerSampleGradient) -> Tensor:
         index_BTS = right.index_BT[:, None, :].expand(-1, left.left_BTM.shape[1], -1)
         picked_BTS = left.left_BTM.gather(2, index_BTS)
         return (wide_bmm(picked_BTS.mT, left.right_BTN) * wide(right.rows_BTD)).sum((1, 2))
-    if isinstance(left, Indexed) and isinstance(right, Outer):
+    if isinstance(left, GroupedOuter) and isinstance(right, GroupedIndexed) and len(left.shape) == 2:
+        return _inner_of_segments(left, right)
+    if isinstance(left, Indexed | GroupedIndexed) and isinstance(right, Outer | GroupedOuter):
         return inner(right, left)
     pairs = zip(left.chunks(), right.chunks(), strict=True)
     return torch.cat([flat(a.per_sample() * b.per_sample()).sum(1) for a, b in pairs])
+
+
+def _inner_of_segments(left: GroupedOuter, right: GroupedIndexed) -> Tensor:
+    """`inner` of a linear head with an embedding, one sample at a time, as their lengths differ. Waits for the device."""
+    (order_R, offsets_S), (order_P, offsets_Q) = left.rows.order, right.rows.order
+    found = wide(right.rows_RD).new_zeros(left.batch)
+    for b in range(left.batch):
+        mine, looked_up = order_R[offsets_S[b] : offsets_S[b + 1]], order_P[offsets_Q[b] : offsets_Q[b + 1]]
+        picked_TS = left.left_RM[mine][:, right.index_R[looked_up]]
+        found[b] = (wide_mm(picked_TS.mT, left.right_RN[mine]) * wide(right.rows_RD[looked_up])).sum()
+    return found
 
 
 def _cat(tensors: Sequence[Tensor], axis: int = 1) -> Tensor:

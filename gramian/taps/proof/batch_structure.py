@@ -30,7 +30,8 @@ def structure_of(model: TappedModel, args: Any, kwargs: Any, batch: int) -> tupl
     given = model.batch_size is not None
     found = []
     for ids in model.groupings():
-        units = None if ids is None else Units.of(ids, batch)
+        field = "ids" if model.rule.withholds else "sample_ids"  # of engine.units, or of a capture
+        units = None if ids is None else Units.of(ids, batch, padding=True, field=field)
         found.append(SampleArguments.of((args, kwargs), batch, given=given, units=units))
         if model.tells_samples_apart:
             found[-1].refuse_layouts()

@@ -215,6 +215,16 @@ class ProofRuns:
         remembered = self.beginning.python.values() if sums or self._model.rule.withholds else {}
         return TappedRun(recorder.rows, recorder.sides, prints, calls, drew, recorder, buffers, remembered)
 
+    def turned(self, source: Tensor) -> TappedRun:
+        """Run the tapped model with token source[b, t] of the batch, with its unit and cotangent, in place [b, t]."""
+        samples, cotangents = self._samples, self.cotangents
+        self.cotangents = [samples.tokens_of(g, source) if g is not None and self.rows_of(g) else g for g in cotangents]
+        self._samples = samples.turned(source)
+        try:
+            return self.tapped(self.everyone)
+        finally:
+            self._samples, self.cotangents = samples, cotangents
+
     def first_axes(self, samples: Sequence[int]) -> dict[str, list[int]]:
         """{layer: sizes of the first axis of what its calls return} of a forward on these samples; {} if it fails."""
         self._begin()
@@ -279,15 +289,25 @@ class ProofRuns:
         if not self.rows_of(output):
             return torch.ones_like(output)
         generator = torch.Generator(output.device).manual_seed(self._seed * 7919 + number)
-        return torch.randn(output.shape, generator=generator, device=output.device, dtype=output.dtype)
+        return self._without_padding(
+            torch.randn(output.shape, generator=generator, device=output.device, dtype=output.dtype)
+        )
+
+    def _without_padding(self, cotangent: Tensor) -> Tensor:
+        """A cotangent that is zero in the places of padding, whose gradient must be zero."""
+        units = self._samples.units
+        if units is not None and units.padded:
+            rows = cotangent.shape[0] // len(units.ids)
+            padding = (units.ids == units.count - 1).to(cotangent.device)
+            cotangent[padding.repeat_interleave(rows, 0)] = 0
+        return cotangent
 
     def _moved(self, cotangent: Tensor, source: Source) -> Tensor:
         if not self.rows_of(cotangent):
             return cotangent
         if isinstance(source, Tensor):
-            moved: Tensor = self._samples.tokens_of(cotangent, source)
-            return moved
-        return self.samples_of(cotangent, list(source))
+            return self._without_padding(self._samples.tokens_of(cotangent, source))
+        return self._without_padding(self.samples_of(cotangent, list(source)))
 
     def samples_of(self, cotangent: Tensor, samples: Sequence[int]) -> Tensor:
         """Rows of a cotangent that belong to these samples, in the order in which they are given."""

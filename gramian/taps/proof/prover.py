@@ -31,6 +31,8 @@ from gramian.taps.proof.single_unit import FindAlone, UnitAlone, compare_alone, 
 from gramian.taps.sites.generic import REPRODUCES
 from gramian.taps.tapped_model import Call, TappedModel
 
+REDRAWS = 16
+"""How often a token that is to be replaced is drawn, until it is another one."""
 CHANCE = 1e-6
 """Largest probability that a model which permutes samples at random leaves them in place at every random state of a proof."""
 
@@ -102,14 +104,18 @@ class Prover:
         """True if the model ran on one sample alone, with inputs that have no row per sample unchanged."""
         self._unread: set[str] = set()
         """Names of module attributes that depend on samples, but on which no later batch depends."""
-        self._contents = samples.contents()
+        by_token = samples.units is not None and samples.units.by_token
+        self._contents = samples.token_contents() if by_token else samples.contents()
+        """Hash of the content of each row; of each token [B·T] where units are groups of tokens."""
         self._count = samples.batch if self._units is None else self._units.count
+        self._padding = self._count - 1 if self._units is not None and self._units.padded else None
+        """Number of the unit of padding, on which no unit may depend, and which may depend on any; None: there is none."""
         self._numbers = self._draw.sample(range(self._count), self._count)
         """The random number of each unit."""
 
     @property
     def open(self) -> bool:
-        """True if all samples are equal, so that nothing can be shown."""
+        """True if all samples (with ids by token: all tokens) are equal, so that nothing can be shown."""
         return len(set(self._contents)) < 2
 
     def prove(self, choose: Callable[[list[Tensor]], Sequence[int]], *, sums_only: bool = False) -> Proven:
@@ -182,7 +188,7 @@ class Prover:
         source: Source
         compare = compare or self._compare
         order = range(self._count) if self._units is not None else compare.order
-        if self._units is not None and self._units.ids.dim() == 2:
+        if self._units is not None and self._units.by_token:
             source = self._other_tokens(replaced)
         else:
             units = self._unit_of_rows()
@@ -190,27 +196,33 @@ class Prover:
             pairs = zip(units, donors(self._contents, stayed_rows, self._draw), strict=True)
             rows = [donor if unit in replaced and donor is not None else row for row, (unit, donor) in enumerate(pairs)]
             source = rows if self._units is not None else [rows[sample] for sample in order]
-        stayed = [place for place, unit in enumerate(order) if unit not in replaced]
+        stayed = [place for place, unit in enumerate(order) if unit not in replaced and unit != self._padding]
         run = self.runs.tapped(source)
         if self._private:
             refuse_buffers(base.buffers, run.buffers)
             self._refuse_memory(base, run)
         change = compare.first_change(base, run, stayed, stayed, repeat=lambda: self.runs.tapped(source))
         if change is not None:
-            raise Refuted(
-                f"{change[0]} when other samples are replaced; expected rows that depend on one sample each, those of a sample "
-                f"next to each other and in the order of the batch{change[1]}"
-            )
+            alone = "rows that depend on one sample each, those of a sample next to each other and in the order of the batch"
+            if self._units is not None and self._units.by_token:
+                alone = "tokens that depend on those of their own unit (a mask that hides documents from each other)"
+            raise Refuted(f"{change[0]} when other samples are replaced; expected {alone}{change[1]}")
 
     def _other_tokens(self, replaced: set[int]) -> Tensor:
-        """Index of the token to put in each place [B, T]: a random token of the batch for replaced units, else the same."""
+        """Index of the token to put in each place [B, T]: a random other token of the batch for replaced units, else the same.
+
+        Random tokens are drawn again, up to `REDRAWS` times, where they equal those that they replace.
+        """
         assert self._units is not None
-        ids_BT = self._units.ids.cpu()
+        ids_BT, contents = self._units.ids.cpu(), torch.tensor(self._contents)
         places = torch.arange(ids_BT.numel())
         generator = torch.Generator().manual_seed(self._draw.getrandbits(62))
-        shuffled = places[torch.randperm(len(places), generator=generator)]
         goes = torch.isin(ids_BT.flatten(), torch.tensor(sorted(replaced)))
-        return torch.where(goes, shuffled, places).view(ids_BT.shape)
+        found = places.clone()
+        for _ in range(REDRAWS):
+            equal = goes & (contents[found] == contents)
+            found[equal] = torch.randint(len(places), (int(equal.sum()),), generator=generator)
+        return found.view(ids_BT.shape)
 
     def _refuse_memory(self, base: TappedRun, run: TappedRun) -> None:
         """Raise Refuted if a later batch depends on samples that modules store in attributes.
@@ -276,6 +288,7 @@ class Prover:
                         self.fits_alone = fits_alone(self.runs, self._samples, lone[0], chosen)
                     return False, "random operations ran, in evaluation mode too"
                 return self._reorder(base, chosen, lone)
+        reordered = self._turn(base) if self._units is not None and self._units.by_token else self._units is None
         if self._units is None:
             self._reverse(base)
         with_gradient = self._with_gradient(base)
@@ -283,10 +296,10 @@ class Prover:
             lone = self._lone(sorted(with_gradient))
             base = self.runs.tapped(self.runs.everyone, alone=[unit.number for unit in lone])
         if not lone:
-            return self._units is None, "tokens of several units share rows"
+            return reordered, "tokens of several units share rows"
         how = compare_alone(self.runs, self._samples, base, lone, chosen)
         self.fits_alone = how in ("slice", "collated")
-        return self._units is None, how
+        return reordered, how
 
     def _reverse(self, base: TappedRun) -> None:
         order = list(reversed(self.runs.everyone))
@@ -296,6 +309,37 @@ class Prover:
             raise Refuted(
                 f"{change[0]} when the batch is reversed; expected rows that follow their sample to its place in the batch"
             )
+
+    def _turn(self, base: TappedRun) -> bool:
+        """Turn every row until its second unit comes first, and compare: a unit must not depend on its place in a row.
+
+        Returns:
+            True if rows were compared; False without privacy, or if some argument is not by token alone (a mask [T, T]), so
+            that tokens cannot move.
+
+        Raises:
+            Refuted: if rows of a unit change.
+        """
+        assert self._units is not None
+        if not self._private or not self._samples.turns:
+            return False
+        ids_BT = self._units.ids.cpu()
+        places_BT = torch.arange(ids_BT.numel()).view(ids_BT.shape)
+        real_BT = ids_BT != (-1 if self._padding is None else self._padding)
+        first_B1 = ids_BT.gather(1, real_BT.int().argmax(1, keepdim=True))
+        second_B = (real_BT & (ids_BT != first_B1)).int().argmax(1)  # where the second unit begins; 0: there is none
+        turned_BT = (torch.arange(ids_BT.shape[1]) + second_B[:, None]) % ids_BT.shape[1]
+        source = places_BT.gather(1, turned_BT)
+        after_BT = ids_BT.gather(1, turned_BT)
+        in_order = [unit for unit in range(self._count) if bool((source[after_BT == unit].diff() > 0).all())]
+        in_order = [unit for unit in in_order if unit != self._padding]
+        change = self._compare.first_change(base, self.runs.turned(source), in_order, in_order, REPRODUCES)
+        if change is not None:
+            raise Refuted(
+                f"{change[0]} when units are in other places of their rows; expected tokens whose positions begin anew with "
+                "their unit, so that no unit depends on what it is packed with"
+            )
+        return True
 
     def _lone(self, among: Sequence[int]) -> list[UnitAlone]:
         """Units of `among` to run alone: those that the loader collated, else the lowest numbered; none if units share rows."""

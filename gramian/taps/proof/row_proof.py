@@ -98,6 +98,8 @@ class RowProof:
             GramianError: if the proof fails, or an FSDP2 model makes a call of a layer that was not proven.
         """
         model, root = self.model, self.model.root_module
+        if not proven_before:
+            model.on_batch((args, kwargs))
         key, samples = self._key(args, kwargs, batch)
         tells_apart = model.tells_samples_apart
         execute = partial(_execute, forward)
@@ -157,6 +159,7 @@ class RowProof:
         Raises:
             GramianError: if the proof fails, or does not prove some output: a compiled graph cannot stop a backward through it.
         """
+        self.model.on_batch((args, kwargs))
         key, samples = self._key(args, kwargs, batch)
         tells_apart, execute = self.model.tells_samples_apart, partial(_execute, forward)
         sizes = (key, *(tuple(leaf.shape) for leaf in samples[0].leaves if isinstance(leaf, Tensor)))
@@ -192,7 +195,8 @@ class RowProof:
         model = self.model
         key, samples, wanted, due, refusal = None, list[SampleArguments](), False, False, None
         try:
-            if batch > 1:
+            if model.units_in(batch) > 1:
+                model.on_batch((args, kwargs))
                 key, samples = self._key(args, kwargs, batch)
                 known = (*self.proven, *self._summed)
                 wanted = self._lacks(key, samples) if model.tells_samples_apart else key not in known

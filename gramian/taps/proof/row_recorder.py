@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gramian.core.errors import GramianError
 from gramian.linalg.wide import wide
 from gramian.taps.gradients import GroupedOuter, GroupedSum, PerSampleGradient
 from gramian.taps.proof.row_fingerprint import Fingerprint, relative_rounding
@@ -119,7 +120,10 @@ class Recorder:
         if record.kind == INLINE:
             return  # how many products there are may depend on samples: compared together, by parameter
         units, found = record.info.units, record.gradients.values()
-        gradients = found if units is None else [gradient.regroup(units) for gradient in found]
+        try:
+            gradients = found if units is None else [gradient.regroup(units) for gradient in found]
+        except GramianError as error:
+            raise GramianError(f"{record.layer}: {error}") from None
         inputs = {t.untyped_storage().data_ptr() for t in record.inputs}
         for number, (side, t) in enumerate(_tensors(gradients)):
             key = (self.forwards.index(record.info.number), record.layer, record.ordinal, number)

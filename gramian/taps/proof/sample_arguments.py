@@ -1,6 +1,7 @@
 """The arguments of a forward by sample: which tensors and lists have rows of samples, and copies with other samples."""
 
 import copy
+import dataclasses
 import enum
 import random
 import types
@@ -120,7 +121,8 @@ class SampleArguments:
             else _kind(leaf, rows)
             for leaf, rows in zip(self.leaves, self.rows, strict=True)
         ]
-        return (str(self.spec), *kinds, None if self.units is None else self.units.ids.dim())
+        units = self.units
+        return (str(self.spec), *kinds, None if units is None else (units.by_token, units.share_rows, units.padded))
 
     def uneven(self) -> tuple[tuple[int, str], ...]:
         """(index of an argument, evidence) pairs, with the evidence that samples differ in how many of their tokens count.
@@ -189,6 +191,47 @@ class SampleArguments:
         if not isinstance(leaf, Tensor) or leaf.shape[:2] != source.shape:
             return _own(leaf)
         return leaf.detach().flatten(0, 1)[source.to(leaf.device)]
+
+    @property
+    def turns(self) -> bool:
+        """True if all tensors are [B, T, …] with one axis of tokens, so that all tokens can move to other places."""
+        assert self.units is not None
+        batch, tokens = self.units.ids.shape
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor) and leaf.dim()]
+        return all(t.shape[:2] == (batch, tokens) and tokens not in t.shape[2:] for t in tensors)
+
+    def turned(self, source: Tensor) -> "SampleArguments":
+        """These arguments with token source[b, t] of the flattened batch, and its unit, in place [b, t] of every tensor.
+
+        Labels that repeat the tokens, and which the model shifts, are −100 at the first token of every unit: at the beginning
+        of a row no token predicts it, whatever its label.
+        """
+        assert self.units is not None
+        ids_BT = self.tokens_of(self.units.ids, source)
+        begins_BT = torch.nn.functional.pad(ids_BT[:, 1:] != ids_BT[:, :-1], (1, 0), value=True)
+        first = next((leaf for leaf in self.leaves if isinstance(leaf, Tensor)), None)
+        leaves = [self.tokens_of(leaf, source) for leaf in self.leaves]
+        for leaf, turned in zip(self.leaves, leaves, strict=True):
+            shifted = isinstance(leaf, Tensor) and leaf is not first and first is not None and leaf.shape == first.shape
+            if shifted and not leaf.is_floating_point() and bool(((leaf == first) | (leaf == -100)).all()):
+                turned[begins_BT.to(turned.device)] = -100
+        return replace(self, leaves=leaves, units=dataclasses.replace(self.units, ids=ids_BT, _found={}))
+
+    def token_contents(self) -> list[int]:
+        """Hash of each token [B·T] of the first tensor, where units are groups of tokens.
+
+        Raises:
+            GramianError: if the first tensor does not begin with the axes of the ids.
+        """
+        assert self.units is not None
+        first = next((leaf for leaf in self.leaves if isinstance(leaf, Tensor)), torch.empty(0))
+        if first.shape[:2] != self.units.ids.shape:
+            raise GramianError(
+                f"{self.units.field}: are given by token, {list(self.units.ids.shape)}, and the model's first tensor has the "
+                f"shape {list(first.shape)}; expected one whose first axes are these tokens"
+            )
+        tokens = first.detach().flatten(0, 1)
+        return [int(value) for value in Fingerprint.of(tokens.reshape(len(tokens), -1), 0).hashes_R]
 
     def contents(self) -> list[int]:
         """Hash of each sample's content over all arguments that have rows of samples: B integers."""

@@ -40,7 +40,9 @@ ADDED_LATER = tuple(
         "kfac_use_woodbury", "kfac_big_threshold", "kfac_auto_rho", "kfac_auto_t_max", "kfac_eps", "woodbury_dtype",
         "woodbury_store_device", "ekfac", "one_sided", "strict",
     )
-) + tuple(("privacy", key) for key in ("clip_function", "max_draw", "noise", "bands"))  # fmt: skip
+) + tuple(
+    ("privacy", key) for key in ("clip_function", "max_draw", "noise", "bands", "unit", "max_records_per_unit", "metric")
+) + (("kfac", "precondition"),)  # fmt: skip
 """(section, key) of config keys that earlier versions did not have: the hash omits them while they have their default, so that
 runs of those versions can be resumed."""
 

@@ -116,7 +116,7 @@ def check_kfac_optimizer(
 
 
 def check_privacy(privacy: sections.PrivacySection, data: DataSection, run: sections.RunSection) -> None:
-    """Raise unless exactly one of noise_multiplier and target_epsilon is given, and max_draw and proof are valid.
+    """Raise unless exactly one of noise_multiplier and target_epsilon is given, and unit, max_draw and proof are valid.
 
     Also raises if decisions = "public_validation" and the validation data is a part of the private data.
     """
@@ -127,6 +127,13 @@ def check_privacy(privacy: sections.PrivacySection, data: DataSection, run: sect
             f'privacy.max_draw: has no bound in "{privacy.accountant}"; expected privacy.accountant = "pld"'
         )
     check_correlation(privacy, run)
+    if privacy.unit == "document" and data.pack and not data.isolate:
+        raise GramianError(
+            'privacy.unit: "document" with packed windows, whose documents see each other; expected data.isolate = true, or '
+            "data.pack = false"
+        )
+    if privacy.max_records_per_unit is not None and privacy.unit == "window":
+        raise GramianError('privacy.max_records_per_unit: a window is one record; expected privacy.unit = "document"')
     check_proof(privacy.proof, "privacy.proof")
     if run.observe_every:
         raise GramianError("run.observe_every: gradients of private windows would have no noise; expected 0")

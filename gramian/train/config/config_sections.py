@@ -243,7 +243,7 @@ class KFACSection:
 
 @dataclass(frozen=True)
 class PrivacySection:
-    """DP-SGD: options of `PrivacyEngine`; the gradient of each window is clipped, and the guarantee holds for one window."""
+    """DP-SGD: options of `PrivacyEngine`; the gradient of each unit is clipped, and the guarantee holds for one unit."""
 
     noise_multiplier: NonNegative | None = None
     """Standard deviation of the noise, relative to max_grad_norm; none: computed from target_epsilon."""
@@ -252,7 +252,12 @@ class PrivacySection:
     delta: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 1e-5
     """Failure probability δ of the privacy guarantee."""
     max_grad_norm: Positive = 1.0
-    """Norm that the gradient of each window is clipped to; with clip_function "adaptive" that of the first step."""
+    """Norm that the gradient of each unit is clipped to; with clip_function "adaptive" that of the first step."""
+    unit: Literal["window", "document"] = "window"
+    """Unit of privacy: a window; or a document with all its windows (data.pack = false or data.isolate = true), of which
+    data.batch are then drawn on average in a step."""
+    max_records_per_unit: Count | None = None
+    """Largest number of windows of a document in a draw; longer documents give a random subset. none: all."""
     clip_function: Literal["flat", "per_layer", "automatic", "adaptive"] = "flat"
     """Scaling of gradients g: min(1, C/|g|); the same for each layer's part, with C/√layers; C/(|g| + 0.01); or "flat" with a C
     that follows the median of |g| privately."""
@@ -267,7 +272,7 @@ class PrivacySection:
     accountant: Literal["prv", "pld", "rdp", "gdp"] = "prv"
     """Method that computes ε."""
     max_draw: Count | None = None
-    """Largest number of windows of a draw, to which larger draws are cut (truncated Poisson sampling; accountant "pld"); none:
+    """Largest number of units of a draw, to which larger draws are cut (truncated Poisson sampling; accountant "pld"); none:
     no limit."""
     clipping: Literal["auto", "bookkeeping", "keep", "two_pass"] = "auto"
     """Implementation of per-sample clipping; "auto": chosen by the planner from time and memory."""

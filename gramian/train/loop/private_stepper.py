@@ -1,10 +1,12 @@
 """Takes the steps of a private run: a Poisson draw in place of a batch; the privacy engine clips and adds noise.
 
-The loss of a window is the sum over its tokens divided by `data.length`; the privacy guarantee holds for one window. ε covers
-neither the reported loss nor the order of the data; the reported gradient norm is that of the gradient with noise.
+The loss of a window is the sum over its tokens divided by `data.length`; the privacy guarantee holds for one window, or with
+privacy.unit = "document" for all windows of a document, the sum of whose gradients is clipped. ε covers neither the reported
+loss nor the order of the data; the reported gradient norm is that of the gradient with noise.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,17 +17,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim.optimizer import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from gramian.core.errors import GramianError
 from gramian.curvature import KFACNaturalGradient
 from gramian.data.batches import DataWorkerDied, leave_process_group, shut_down_workers, suppress_worker_death_errors
+from gramian.data.document_rows import DocumentWindows, PackedRows
 from gramian.data.windows import Windows
 from gramian.kernels.normal_tail import NORMALS_VERSION
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.privacy import PrivacyEngine
 from gramian.privacy.clipping.norm_histogram import BINS, FIELDS, histogram_metrics, norm_counts
-from gramian.privacy.private_account import ADJACENCY
 from gramian.train.config.config import Config
 from gramian.train.config.config_sections import PrivacySection
 from gramian.train.loop.deferred_metrics import StepOutcome
@@ -47,8 +49,8 @@ class Draw:
 class PrivateStepper(Stepper):
     """Takes the steps of DP-SGD training with a `PrivacyEngine`, which makes the model private at construction.
 
-    The config has a [privacy] section; each of `windows` is one sample. `curvature` refreshes the K-FAC factors that
-    precondition the optimizer or are the metric of clipping and noise; None: no K-FAC.
+    The config has a [privacy] section; each of `windows`, or of their documents, is one unit. `curvature` refreshes the K-FAC
+    factors that precondition the optimizer or are the metric of clipping and noise; None: no K-FAC.
     """
 
     repeatable = False
@@ -79,8 +81,23 @@ class PrivateStepper(Stepper):
             seed=config.run.seed if options.insecure_reproducible else None,
         )
         self.stopwatch = self.engine.stopwatch
+        records: Any = windows
+        self._pack: PackedRows | None = None
+        unit_of, units = None, len(windows)
+        if options.unit == "document":
+            own = DocumentWindows(windows)
+            records, unit_of, units = own.windows, own.documents, len(np.unique(own.documents))
+            most = min(int(np.bincount(own.documents).max()), options.max_records_per_unit or len(own))
+            if data.micro_batch and most > data.micro_batch:
+                raise GramianError(
+                    f"data.micro_batch: is {data.micro_batch}, and a document has {most} windows, which have to be in one "
+                    "backward; expected at least as many, 0, or a smaller privacy.max_records_per_unit"
+                )
+            if data.pack:
+                records, self._pack = own, PackedRows(data.length, windows.stream.end)
         loader: DataLoader[Any] = DataLoader(
-            windows,
+            records,
+            collate_fn=self._pack,
             batch_size=max(1, data.batch // grid.size),
             num_workers=data.workers,
             prefetch_factor=data.prefetch if data.workers else None,
@@ -89,9 +106,9 @@ class PrivateStepper(Stepper):
             generator=torch.Generator().manual_seed(0),
             worker_init_fn=leave_process_group,
         )
-        if data.batch > len(windows):
+        if data.batch > units:
             raise GramianError(
-                f"data.batch: {data.batch:,} windows of {len(windows):,} cannot be drawn; expected at most {len(windows):,}"
+                f"data.batch: {data.batch:,} {options.unit}s of {units:,} cannot be drawn; expected at most {units:,}"
             )
         arguments: dict[str, Any] = {
             "module": module,
@@ -111,17 +128,19 @@ class PrivateStepper(Stepper):
             "loss_scale": 1.0 if self.scaler is None else self.scaler,
             "max_physical_batch": data.micro_batch or None,
             "expected_batch": float(data.batch),
+            "unit_of": unit_of,
+            "max_records_per_unit": options.max_records_per_unit,
         }
         if options.target_epsilon is not None:
-            epochs = config.run.steps * (data.batch / len(windows))
+            epochs = config.run.steps * (data.batch / units)
             _, _, self._loader = self.engine.make_private_with_epsilon(
                 target_epsilon=options.target_epsilon, target_delta=options.delta, epochs=epochs, **arguments
             )
         else:
             noise = options.noise_multiplier or 0.0
             _, _, self._loader = self.engine.make_private(noise_multiplier=noise, **arguments)
-        self._options, self._windows, self._steps = options, windows, config.run.steps
-        self._rows = max(2, min(len(windows), data.micro_batch or data.batch // grid.size))
+        self._options, self._records, self._steps = options, records, config.run.steps
+        self._rows = max(2, min(len(records), data.micro_batch or data.batch // grid.size))
 
     def _metric(self, options: PrivacySection) -> KFACNaturalGradient | None:
         if self.kfac is None or options.metric == "plain":
@@ -130,19 +149,32 @@ class PrivateStepper(Stepper):
         return self.kfac
 
     def prepare(self) -> None:
-        """Check that the loss of a window does not depend on other windows, unless privacy.proof is "off".
+        """Check that the loss of a unit does not depend on other units, unless privacy.proof is "off".
 
         All processes use the same windows, spread evenly over the data, as many as one backward pass has. Raises a GramianError
         that names the layer whose rows change. Cost: see `PrivacyEngine.check_independence`.
         """
-        if self._options.proof != "off" and len(self._windows) > 1:
-            places = np.linspace(0, len(self._windows) - 1, self._rows).astype(np.int64)
-            rows = {name: value.to(self.grid.device) for name, value in self._windows.stack(places).items()}
+        if self._options.proof != "off" and len(self._records) > 1:
+            self.prove_loss(self.some_rows(self._rows))
+
+    def some_rows(self, count: int) -> dict[str, Tensor]:
+        """Rows of `count` windows, spread evenly over the data, as a draw would have them."""
+        places = np.linspace(0, len(self._records) - 1, count).astype(np.int64)
+        items = [self._records[int(place)] for place in places]
+        rows = default_collate(items) if self._pack is None else self._pack(items)
+        return {name: value.to(self.grid.device) for name, value in rows.items()}
+
+    def prove_loss(self, rows: dict[str, Tensor]) -> None:
+        """Prove that the loss of these rows does not mix units; raises a GramianError that names the layer if it does."""
+        with self._units(rows):
             self.engine.check_independence(lambda model, rows: self.loss(model, rows)[0], rows)
+
+    def _units(self, rows: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        return self.engine.units(rows["units"]) if "units" in rows else nullcontext()
 
     def loss(self, module: nn.Module, rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Loss of some windows to differentiate, Σ −log p(target) / data.length times the loss scale, and Σ −log p(target)."""
-        with self.numbers.autocast():
+        with self.numbers.autocast(), self._units(rows):
             loss, nats = module(rows["tokens"], rows["targets"], 1.0 / self._length, rows.get("documents"))
         return loss if self.scaler is None else self.scaler.scale(loss), nats
 
@@ -264,8 +296,9 @@ class PrivateStepper(Stepper):
             "noise": self.engine.noise_record(self._steps),
             "sample_rate": self.engine.sample_rate,
             "expected_batch": self.engine.expected_batch,
-            "unit": "one window",
-            "adjacency": ADJACENCY,
+            "unit": f"one {self._options.unit}",
+            "adjacency": self.engine.adjacency,
+            "max_records_per_unit": self._options.max_records_per_unit,
             "max_draw": self._options.max_draw,
             "clip_function": self._options.clip_function,
             "clip_norm": self.engine.clip_norm,

@@ -108,7 +108,8 @@ class AuditedRun:
 def open_run(config: Config, grid: ProcessGrid, folder: Path | None, noise_multiplier: float | None) -> AuditedRun:
     """Load data and model of a private run, on one process; with the run's weights if it has a folder.
 
-    `noise_multiplier` is σ of the run, from its record; None: as the config gives it, or computed from its target_epsilon.
+    `noise_multiplier` is σ of the run, from its record; None: as the config gives it, or computed from its target_epsilon. A
+    run whose unit is a document is audited with documents of one window, the first of each.
 
     Raises:
         GramianError: if the config has no [privacy], or does not fit data or machine.
@@ -122,6 +123,9 @@ def open_run(config: Config, grid: ProcessGrid, folder: Path | None, noise_multi
         numbers = Precision("fp32", numbers.device)
     set_globals(config.precision, config.run.deterministic)
     windows, _ = load_windows(config.data)
+    if privacy.unit == "document":  # a unit of one record: the first window of each document
+        windows = Windows(windows.stream, windows.length, pack=False).first_of_documents()
+        privacy = replace(privacy, unit="window", max_records_per_unit=None)
     model = build_model(config, windows.vocabulary) if folder is None else load_run(folder, "argument RUN_DIR").model
     model = model.to(device=grid.device, dtype=numbers.weights)
     set_recomputation(model, config.parallel.checkpoint_blocks)

@@ -22,7 +22,6 @@ from gramian.core.version import VERSION
 from gramian.privacy.accounting.accountant import Accounting, history_of
 from gramian.privacy.accounting.release_chain import ReleaseChain, canonical
 from gramian.privacy.accounting.signing_key import SigningKey, is_signed
-from gramian.privacy.private_account import ADJACENCY
 from gramian.train.state.checkpoint import CheckpointStore
 from gramian.train.state.flat_state import tensors_of
 from gramian.train.state.nested import merge
@@ -68,7 +67,7 @@ def make_receipt(folder: Path, audit: Mapping[str, Any]) -> dict[str, Any]:
         "weights": {"sha256": weights_sha256(load_run(folder).model), "step": weights.step},
         "ledger": {**chain.state_dict(), "releases": chain.length},
         "accountant": privacy.accountant,
-        "adjacency": f"{ADJACENCY}, which is {record['unit']}",
+        "adjacency": f"{record['adjacency']}, which is {record['unit']}",
         "delta": privacy.delta,
         "epsilon": epsilon_of_chain(chain, privacy.accountant, privacy.delta),
         "epsilon_is": record["epsilon"],

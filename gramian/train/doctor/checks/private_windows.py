@@ -5,7 +5,7 @@ import dataclasses
 from gramian.core.errors import GramianError
 from gramian.train.build.build_optimizer import build_optimizer
 from gramian.train.doctor.check import Check
-from gramian.train.doctor.examined_run import ExaminedRun, rows_of
+from gramian.train.doctor.examined_run import ExaminedRun
 from gramian.train.loop.objective import Objective
 from gramian.train.loop.private_stepper import PrivateStepper
 
@@ -32,7 +32,7 @@ def private_windows(run: ExaminedRun) -> list[Check]:
 def _row_proof(run: ExaminedRun, stepper: PrivateStepper) -> Check:
     """Check by the row proof, as before the first private step, that each row of a layer's tensors depends on one window."""
     try:
-        stepper.loss(stepper.module, rows_of(run.batch(run.backward_windows)))
+        stepper.loss(stepper.module, stepper.some_rows(run.backward_windows))
     except GramianError as problem:
         return Check("row proof", "refused", "proven", False, str(problem))
     proof = stepper.engine.proof
@@ -45,7 +45,7 @@ def _row_proof(run: ExaminedRun, stepper: PrivateStepper) -> Check:
 
 def _independence(run: ExaminedRun, stepper: PrivateStepper) -> Check:
     try:
-        stepper.engine.check_independence(lambda model, rows: stepper.loss(model, rows)[0], rows_of(run.batch(FEW)))
+        stepper.prove_loss(stepper.some_rows(FEW))
     except GramianError as problem:
         return Check("private windows", "depend on each other", "independent", False, str(problem))
     return Check("private windows", "independent", "independent", True)
