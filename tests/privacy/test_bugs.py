@@ -556,7 +556,7 @@ BUGS = (
     Mutation(
         "bias norm of the tokens",
         (
-            Edit("Clipping.parameter", 'if row.way == "sum":', 'if row.way == "sum" and not record.gradient.tokens:'),
+            Edit("Clipping.parameter", 'row.way == "sum":', 'row.way == "sum" and not record.gradient.tokens:'),
             Swap("Summed.squared_norms", _square_of_every_token),
         ),
         _sums("linear_3d"),
@@ -1065,8 +1065,8 @@ BUGS = (
         "divided by the actual batch",
         Edit(
             "PrivateStep._before_step",
-            "std, self._rate.expected_batch, scaling)",
-            "std, float(len(self._clipping.last.factors_B)), scaling)",
+            "std, self._rate.expected_batch, scaling,",
+            "std, float(len(self._clipping.last.factors_B)), scaling,",
         ),
         partial(test_engine.test_a_step_is_one_draw_whatever_its_pieces, "mlp", None),
     ),
