@@ -273,7 +273,7 @@ def test_nothing_is_replayed_on_other_weights(tmp_path: Path, change: str, early
 def test_nothing_is_replayed_on_another_number_of_processes(tmp_path: Path, field: str) -> None:
     path, state, _ = changing_run(tmp_path)
     state["engine"]["weights"][FIELDS.index(field)] += 1
-    with pytest.warns(UserWarning, match="^replay: .* number of processes .* are not those of the state; nothing"):
+    with pytest.warns(UserWarning, match="^replay: .* number of processes, .* are not those of the state; nothing"):
         made = changing(state, False, path)
     assert made[0].released == made[0].steps == 2
 
@@ -334,6 +334,7 @@ def harmless(at: tuple[Any, ...], value: Any) -> bool:
     names = ((("accountant", "account"), DROPPED),)  # states of old versions have none
     plausible = (*plausible, *names, (("accountant", "composed"), DROPPED), (("accountant", "composed"), {}))
     plausible = (*plausible, *((("clip_norm",), value) for value in (DROPPED, None, 1.5)))  # of adaptive clipping alone
+    plausible = (*plausible, *((("metric",), value) for value in (DROPPED, None)))  # of runs in a metric alone
     older = at in (("chain",), ("signing",)) and value is DROPPED  # so have these
     no_replay = older or at == ("generator",) and value is DROPPED or at == ("weights",) and value in (DROPPED, None)
     read_later = no_replay or at[0] == "config" and (value is DROPPED or value == {})

@@ -288,7 +288,7 @@ class Ledger:
             self._share_key()
             self._share_counter()
             self._report_no_replay(
-                "weights, optimizer state, number of processes or the metric's factors are not those of the state"
+                "weights, optimizer state or number of processes, or the metric's factors, are not those of the state"
             )
 
     def _same_weights(self, but: bool = False) -> bool:
@@ -398,7 +398,7 @@ def _check_state(state: Any) -> None:
         isinstance(weights, Tensor) and weights.dtype == torch.int64 and weights.shape == (len(FIELDS),)
     ):
         damaged.append("weights")
-    if not is_count(state.get("metric") or 0):
+    if state.get("metric") is not None and not is_count(state["metric"]):
         damaged.append("metric")
     if not isinstance(state.get("clip_norm"), float | None) or not (state.get("clip_norm") or 1.0) > 0:
         damaged.append("clip_norm")
