@@ -14,14 +14,14 @@ from torch import Tensor
 from gramian.core.errors import GramianError
 from gramian.kernels.normal_tail import NORMALS_VERSION
 from gramian.parallel.process_grid import ProcessGrid
+from gramian.privacy.accounting.account_state import SCHEMA, check_replay, check_state
 from gramian.privacy.accounting.accountant import Accounting, Kind, facts_of
 from gramian.privacy.accounting.release_chain import ReleaseChain
 from gramian.privacy.accounting.release_limit import ReleaseLimit
 from gramian.privacy.accounting.signing_key import SigningKey
-from gramian.privacy.audit.weights_digest import FIELDS, digest
-from gramian.privacy.noise.secrets import KEY_BYTES, ReleaseCounter, Secrets, is_count
+from gramian.privacy.audit.weights_digest import digest
+from gramian.privacy.noise.secrets import KEY_BYTES, ReleaseCounter, Secrets
 
-SCHEMA = 1
 SHARED = struct.Struct("16sd?")
 """What processes share beside the key: name of the account, clip norm (0: none), and whether it is due."""
 CHAINED = ("max_grad_norm", "expected_batch", "poisson_sampling", "clip_function", "releases", "adjacency")
@@ -95,7 +95,7 @@ class Ledger:
         first = {} if data is None else {"data_loader": data}  # the rate follows from it
         digests = {field: digest(value) for field, value in {**first, **options}.items()}
         if self._replayed_options is not None:
-            _check_replay(self._replayed_options, digests)  # raising, it leaves the replay due
+            check_replay(self._replayed_options, digests)  # raising, it leaves the replay due
         self._digests, self._kind = digests, kind
         self._facts = {name: options[name] for name in CHAINED if name in options}
         self._agree()
@@ -219,7 +219,7 @@ class Ledger:
             GramianError: if the state is not one of `state_dict`, or its options are not those of the run to replay; nothing
                 has changed then.
         """
-        _check_state(state)
+        check_state(state)
         asked, replay = replay, replay and state.get("generator") == NORMALS_VERSION
         is_open = self._parallel is not None
         secrets = Secrets(insecure_reproducible=self.secrets.insecure_reproducible)
@@ -243,7 +243,7 @@ class Ledger:
                 "replay: the state does not say what followed it; expected one saved after make_private, or replay=False"
             )
         if replay and is_open:
-            _check_replay(digests, self._digests)
+            check_replay(digests, self._digests)
         if is_open and not state["accountant"]["history"]:
             accounting.record(*self._kind)
         accounting.catch_up(self.counter.about)
@@ -376,42 +376,3 @@ class Ledger:
         """Set the number of accounted steps to the releases of the counter, once their σ and sample rate are known."""
         if self.accounting.history or self._parallel is not None:
             self.accounting.set_steps(self.counter.spent)
-
-
-def _check_state(state: Any) -> None:
-    """Raise a `GramianError` unless `state` has all fields that `Ledger` and the engine read."""
-    if not isinstance(state, Mapping) or not is_count(state.get("schema")) or state["schema"] != SCHEMA:
-        raise GramianError(f"state: expected what engine.state_dict() gave (schema {SCHEMA})")
-    missing = {"secrets", "accountant", "counter", "nonfinite", "config"} - set(state)
-    if missing:
-        raise GramianError(f"state: has no {sorted(missing)[0]}; expected what engine.state_dict() gave")
-    config, weights = state["config"], state.get("weights")
-    damaged = [field for field in ("secrets", "accountant", "counter") if not isinstance(state[field], Mapping)]
-    if not is_count(state["nonfinite"]):
-        damaged.append("nonfinite")
-    correlated = isinstance(config, Mapping) and "noise" in config
-    if not isinstance(state.get("noise"), Mapping if correlated else Mapping | None):
-        damaged.append("noise")
-    if not is_count(state.get("generator", 1)):  # states of the first generator have no such field
-        damaged.append("generator")
-    if weights is not None and not (
-        isinstance(weights, Tensor) and weights.dtype == torch.int64 and weights.shape == (len(FIELDS),)
-    ):
-        damaged.append("weights")
-    if state.get("metric") is not None and not is_count(state["metric"]):
-        damaged.append("metric")
-    if not isinstance(state.get("clip_norm"), float | None) or not (state.get("clip_norm") or 1.0) > 0:
-        damaged.append("clip_norm")
-    if not isinstance(config, Mapping) or not all(isinstance(k, str) and is_count(v) for k, v in config.items()):
-        damaged.append("config")
-    if damaged:
-        raise GramianError(f"state: its {damaged[0]} is damaged; expected what engine.state_dict() gave")
-
-
-def _check_replay(before: Mapping[str, int], digests: Mapping[str, int]) -> None:
-    """Raise a `GramianError` naming the first option whose digest differs from `before`, that of the state to replay."""
-    changed = [field for field in {**before, **digests} if before.get(field) != digests.get(field)]
-    if changed:
-        raise GramianError(
-            f"replay: {changed[0]} is not what it was when the state was saved; expected the same, or replay=False"
-        )
