@@ -1332,8 +1332,8 @@ BUGS = (
         "refused replay forgotten",
         Edit(
             "Ledger.open",
-            "_check_replay(self._replayed_options, digests)",
-            "before, self._replayed_options = self._replayed_options, None\n        _check_replay(before, digests)",
+            "check_replay(self._replayed_options, digests)",
+            "before, self._replayed_options = self._replayed_options, None\n        check_replay(before, digests)",
         ),
         _after_a_run(test_ledger.test_a_refused_replay_stays_refused_until_it_is_one, {"noise_multiplier": 2.0}),
     ),
