@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from gramian.cli.command_errors import RunFailed
 from gramian.cli.config_arguments import add_config_arguments, positive_integer
-from gramian.cli.terminal import make_console, make_table, show
+from gramian.cli.terminal import add_group, make_console, make_table, show
 from gramian.core.byte_amounts import format_bytes
 from gramian.core.errors import GramianError
 from gramian.plan.budget import Budget
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from gramian.train.config.config import Config
 
 GPUS_PER_HOST = 8
+CLIP_NORM = (
+    "C: the noise is σ·C, so that C and the learning rate move together; begin with the median of sample_norms in the log of a "
+    'short run on public data, or take clip_function = "automatic" (no C) or "adaptive" (C follows the median privately)'
+)
+"""What a plan of a privacy budget says of the clip norm C."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,9 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     config = load_config(arguments.config, arguments.overrides)
     if arguments.target_epsilon is not None:
-        from gramian.cli.plan_privacy import privacy_table
-
-        show(make_console(), *privacy_table(config, arguments.target_epsilon))
+        show(make_console(), *_budget(config, arguments.target_epsilon))
     place = _place(config, arguments.gpus, arguments.gpu_memory)
     vocabulary = vocabulary_of(config.data)
     needs = needs_of(config, vocabulary, place.precision(config), place.device)
@@ -265,6 +268,37 @@ def _table(decision: Decision) -> RenderableType:
     budget = Budget(decision.usable)
     table.add_row("", f"of {budget}", *("fits" if budget.fits(size) else "too much" for size in total.sizes))
     return table
+
+
+def _budget(config: Config, epsilon: float) -> list[RenderableType]:
+    """Table of ways to spend a target ε (`budget_choices`) on a config's training data, by [privacy]'s δ and accountant.
+
+    Reads and tokenises the data, whose number of windows decides.
+    """
+    from gramian.data import load_windows
+    from gramian.privacy.accounting.budget_choices import choices
+    from gramian.train.config.config_sections import PrivacySection
+
+    options = config.privacy or PrivacySection(target_epsilon=epsilon)
+    records = len(load_windows(config.data)[0])
+    batch, steps = config.data.batch, config.run.steps
+    same_samples, same_steps = choices(epsilon, options.delta, records, batch, steps, options.accountant)
+    table = make_table(
+        "", ">batch", ">steps", ">σ", ">noise of a step / C", ">of all steps / C", ">samples",
+        title=f"ε = {epsilon:g} at δ = {options.delta:g} for {records:,} windows ({options.accountant})",
+    )  # fmt: skip
+    given = batch * steps
+    add_group(table, "as many samples", (choice.cells(given) for choice in same_samples))
+    add_group(table, "as many steps", (choice.cells(given) for choice in same_steps))
+    best = min(same_samples, key=lambda choice: choice.total_noise)
+    lines = [
+        f"least noise for the samples of this config: data.batch={best.batch} run.steps={best.steps} "
+        f"privacy.noise_multiplier={best.sigma:.4g} (rate of Poisson draws {best.batch / records:.3g})",
+        CLIP_NORM,
+    ]
+    if options.delta >= 1 / records:
+        lines.append(f"privacy.delta: {options.delta:g} is 1/records or more; expected below {1 / records:.1g}")
+    return ["", table, *lines, ""]
 
 
 def _epsilon(text: str) -> float:

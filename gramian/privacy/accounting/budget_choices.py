@@ -1,29 +1,17 @@
-"""Part of `gramian plan --target-epsilon E`: batch, steps and noise with which a config would spend E, and what each costs.
+"""Ways to spend a privacy budget: batch, steps and noise, and what each costs, for `gramian plan --target-epsilon`.
 
 A private step releases (Σ_i c_i g_i + σ·C·z)/B. Relative to C its noise is σ/B, and the average over S steps is σ/(B·√S): what
 large batches and many steps buy. Samples, S·B, are what they cost. C itself is no row: σ·C grows with it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from gramian.cli.terminal import add_group, make_table
 from gramian.core.errors import GramianError
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from gramian.train.config.config import Config
+from gramian.privacy.accounting.noise_search import find_noise_multiplier
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Batches that are shown, relative to the config's."""
-CLIP_NORM = (
-    "C: the noise is σ·C, so that C and the learning rate move together; begin with the median of sample_norms in the log of a "
-    'short run on public data, or take clip_function = "automatic" (no C) or "adaptive" (C follows the median privately)'
-)
 
 
 @dataclass(frozen=True)
@@ -60,8 +48,6 @@ def choices(epsilon: float, delta: float, records: int, batch: int, steps: int, 
 
     Cost: one search of σ for each, from 0.1 s with "rdp" to a second with "prv".
     """
-    from gramian.privacy.accounting.noise_search import find_noise_multiplier
-
     sizes = [size for factor in FACTORS if 1 <= (size := round(batch * factor)) <= records]
     if not sizes:
         raise GramianError(f"data.batch: {batch:,} of {records:,} samples; expected at most as many as there are")
@@ -73,33 +59,3 @@ def choices(epsilon: float, delta: float, records: int, batch: int, steps: int, 
         [choice(size, max(1, round(steps * batch / size))) for size in sizes],
         [choice(size, steps) for size in sizes if size != batch],
     ]
-
-
-def privacy_table(config: Config, epsilon: float) -> list[RenderableType]:
-    """The table of `choices` for a config's training data, with [privacy]'s δ and accountant, and what follows from it.
-
-    Reads and tokenises the data, whose number of windows decides.
-    """
-    from gramian.data import load_windows
-    from gramian.train.config.config_sections import PrivacySection
-
-    options = config.privacy or PrivacySection(target_epsilon=epsilon)
-    records = len(load_windows(config.data)[0])
-    batch, steps = config.data.batch, config.run.steps
-    same_samples, same_steps = choices(epsilon, options.delta, records, batch, steps, options.accountant)
-    table = make_table(
-        "", ">batch", ">steps", ">σ", ">noise of a step / C", ">of all steps / C", ">samples",
-        title=f"ε = {epsilon:g} at δ = {options.delta:g} for {records:,} windows ({options.accountant})",
-    )  # fmt: skip
-    given = batch * steps
-    add_group(table, "as many samples", (choice.cells(given) for choice in same_samples))
-    add_group(table, "as many steps", (choice.cells(given) for choice in same_steps))
-    best = min(same_samples, key=lambda choice: choice.total_noise)
-    lines = [
-        f"least noise for the samples of this config: data.batch={best.batch} run.steps={best.steps} "
-        f"privacy.noise_multiplier={best.sigma:.4g} (rate of Poisson draws {best.batch / records:.3g})",
-        CLIP_NORM,
-    ]
-    if options.delta >= 1 / records:
-        lines.append(f"privacy.delta: {options.delta:g} is 1/records or more; expected below {1 / records:.1g}")
-    return ["", table, *lines, ""]
