@@ -406,3 +406,55 @@ def mixtral() -> nn.Module:
 def test_adapters_of_raw_parameters_are_trained_by_the_loops_clipped_sum(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     check(adapted(mixtral(), **options).train(), tokens(), 1e-5)  # Mixtral's own norms and router compute in float32
+
+
+class Quantised(Tensor):
+    """Integers and a scale, which can be detached and multiplied out and nothing else, as torchao's quantised weights."""
+
+    @staticmethod
+    def __new__(cls, whole: Tensor, scale: Tensor) -> "Quantised":
+        return Tensor._make_wrapper_subclass(cls, whole.shape, dtype=scale.dtype)  # type: ignore[attr-defined, no-any-return]
+
+    def __init__(self, whole: Tensor, scale: Tensor) -> None:
+        self.whole, self.scale = whole, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["whole", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> "Quantised":
+        return Quantised(inner["whole"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return Quantised(args[0].whole, args[0].scale)
+        raise NotImplementedError(str(function))
+
+
+class QuantisedLinear(nn.Module):
+    def __init__(self, weight: Quantised) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight.whole * self.weight.scale).mT
+
+
+def test_a_frozen_weight_may_be_quantised() -> None:
+    torch.manual_seed(0)
+    whole, scale = torch.randint(-128, 128, (5, 6), dtype=torch.int8), torch.full((1,), 0.01, dtype=torch.float64)
+    plain = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Tanh(), nn.Linear(5, 3)).double()
+    plain[0].weight = nn.Parameter(whole * scale, requires_grad=False)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    gradients_B = per_sample_gradients(plain, lambda net, rows: net(rows).square().sum(), (x,))
+    model = nn.Sequential(QuantisedLinear(Quantised(whole, scale)), nn.Tanh(), plain[2])
+    with private(model, 0.7, loss_reduction="sum") as run:
+        run.model(x).square().sum().backward()
+        wanted = clip({n: g for n, g in gradients_B.items() if n[0] == "2"}, 0.7 / (1 + SLACK[torch.float64])).totals
+        for name, want in wanted.items():
+            torch.testing.assert_close(model.get_parameter(name).grad, want, rtol=1e-9, atol=1e-12)
+        run.optimizer.step()
+        before = run.engine.state_dict()["weights"]
+        scale.mul_(2)
+        assert not torch.equal(before, run.engine.state_dict()["weights"])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gramian.core.wrapped_tensors import plain_tensors
 from gramian.kernels import chacha
 from gramian.parallel.data_parallel import local, reshard
 from gramian.parallel.process_grid import ProcessGrid
@@ -71,8 +72,9 @@ def _tensors(
     for name, module in named_modules(root):
         buffers = {key: t for key, t in module._buffers.items() if key not in module._non_persistent_buffers_set}
         for key, tensor in (*module._parameters.items(), *buffers.items()):
-            if tensor is not None:
-                yield join(name, key), local(tensor.detach())
+            parts = [] if tensor is None else plain_tensors(local(tensor.detach()))
+            for number, part in enumerate(parts):  # of a quantised weight several
+                yield f"{join(name, key)}{number or ''}", part
     for name, p in trained.items():
         state: Mapping[Any, Any] = optimizer.state.get(p, {})
         for key, value in state.items():

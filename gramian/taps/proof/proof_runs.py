@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 
 from gramian.core.errors import GramianError
+from gramian.core.wrapped_tensors import plain_tensors
 from gramian.kernels.checksums import checksums
 from gramian.parallel.data_parallel import local
 from gramian.taps.model import user_names
@@ -336,10 +337,14 @@ def blamed_on(expanded: set[str]) -> Iterator[None]:
 
 
 def _values(parameters: dict[str, nn.Parameter]) -> Tensor:
-    """Checksums [parameters] of the first SAMPLED values of each; of an empty tensor for 8-bit, integer and meta parameters."""
-    tensors = [local(p.detach()) for p in parameters.values()]
-    compared = [t.is_floating_point() and t.element_size() > 1 and not t.is_meta for t in tensors]
-    found = [t.contiguous() if fits else torch.empty(0) for t, fits in zip(tensors, compared, strict=True)]
+    """Checksums [parameters] of the first SAMPLED values of each; of an empty tensor for 8-bit, integer and meta parameters.
+
+    Of a quantised weight the first tensor of its own that can be compared counts: its scales.
+    """
+    found = []
+    for p in parameters.values():
+        parts = (t for t in plain_tensors(local(p.detach())) if t.is_floating_point() and t.element_size() > 1)
+        found.append(next((t.contiguous() for t in parts if not t.is_meta), torch.empty(0)))
     return checksums(found, SAMPLED) if found else torch.empty(0)
 
 
