@@ -92,18 +92,6 @@ def test_private_sums_are_those_of_the_loop(use: Callable[..., Tensor]) -> None:
     assert_private_sums_of(network(Mixer(use)), batch(4, 5))
 
 
-def test_curvature_refuses_until_it_is_known_and_then_has_diagonals() -> None:
-    model, x = network(Mixer(only_directly)), batch(3, 5)
-    kfac = gramian.KFACNaturalGradient()
-    with refusal(r"1\.\w+\.\w+: got a gradient, but none through its layer"), kfac.capture(model, num_terms=3):
-        wave(model, x).backward()
-    assert_norms_of(model, x)
-    again = gramian.KFACNaturalGradient()
-    with again.capture(model, num_terms=3):
-        wave(model, x).backward()
-    assert set(again.compute_natural_gradient(model)) == {name for name, _ in model.named_parameters()}
-
-
 class Coupled(nn.Module):
     """Uses a child's weight, and mixes samples."""
 

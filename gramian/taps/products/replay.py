@@ -20,6 +20,9 @@ from gramian.taps.sites.site import LayerForm, Sides
 
 BOTH_WAYS = "its layer multiplies by it and by its transpose"
 NO_PRODUCT = "its layer does not multiply by it"
+OTHERWISE = "its layer multiplies by it, and uses it otherwise"
+CONTRADICTIONS = (BOTH_WAYS, OTHERWISE)
+"""The reasons against a matrix of which some uses are products, so that no one sum has all of its gradients."""
 
 
 def matrix_sides(

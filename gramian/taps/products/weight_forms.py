@@ -9,12 +9,14 @@
 | any other [r, c] | one |
 | any other [E, r, c], 1 < E ≤ r, c | a bank of E (experts) |
 | any other [D, h, d] with a longer first axis | one, [D, h·d] (heads of attention) |
+| any other of more axes (positions [1, T, D], what a weight is computed from) | one, cut nearest to square |
 
 Whether the layer multiplies by them is seen in its first backward. Matrices of at most `SMALL` elements are left to exact
 blocks.
 """
 
 from collections.abc import Iterator
+from math import prod
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
@@ -28,8 +30,8 @@ Named = Iterator[tuple[str, LayerForm]]
 
 def forms_of(owner: nn.Module, local: str, p: nn.Parameter) -> dict[str, LayerForm]:
     """{name of the parameter, or of a part of it: form} of the parameter `local` of its own module; empty for a vector."""
-    if not p.is_floating_point() or local.startswith("original") or "bias" in local:
-        return {}  # the first: of parametrizations, which compute what the layer multiplies by
+    if not p.is_floating_point() or "bias" in local:
+        return {}
     return dict(_forms(owner, local, p))
 
 
@@ -62,3 +64,8 @@ def _forms(owner: nn.Module, local: str, p: nn.Parameter) -> Named:
     elif p.dim() == 3 and rows > 1 and columns > SMALL and min(p.shape) > 1:
         for e in range(rows):
             yield part_name(local, e), LayerForm("out_in", p.shape[2], p.shape[1], None, assumed=True)
+    elif p.dim() > 2 and p.numel() > SMALL:
+        cuts = [(prod(p.shape[:axis]), prod(p.shape[axis:])) for axis in range(1, p.dim())]
+        rows, columns = min(cuts, key=sum)
+        if min(rows, columns) > 1:
+            yield local, LayerForm("out_in", columns, rows, None, assumed=True)

@@ -20,7 +20,7 @@ from gramian.parallel.data_parallel import local
 from gramian.taps.model import user_names
 from gramian.taps.model.preserve_state import InitialState
 from gramian.taps.model.python_state import graph_tensors
-from gramian.taps.proof.model_outputs import left_in_attributes, output_tensors, rows_of
+from gramian.taps.proof.model_outputs import left_in_attributes, output_tensors, parameters_behind, rows_of
 from gramian.taps.proof.row_fingerprint import HALF, Fingerprint
 from gramian.taps.proof.row_recorder import Key, Recorder
 from gramian.taps.proof.sample_arguments import SampleArguments
@@ -214,6 +214,24 @@ class ProofRuns:
         calls, buffers = list(run.calls), self.beginning.buffers.changed()
         remembered = self.beginning.python.values() if sums or self._model.rule.withholds else {}
         return TappedRun(recorder.rows, recorder.sides, prints, calls, drew, recorder, buffers, remembered)
+
+    def calls(self) -> tuple[set[Call], bool]:
+        """(calls of tapped layers in a forward on the batch, whether its outputs depend on a weight of a layer not called).
+
+        Raises:
+            Refuted: as `tapped`.
+        """
+        self._begin()
+        recorder = Recorder(self._seed, self._samples.units, self._model.batch_size)
+        with self._model.recorded_by(recorder) as run, blamed_on(run.expanded):
+            reached = {id(p) for p in parameters_behind(self._results(self._samples.take(self.everyone)))}
+            if self._model.passes.current is not None:
+                self._model.passes.current.closed = True  # it gets no backward
+        called = {name for name, _, _ in run.calls}
+        taps = (tap.parameters.values() for tap in self._model.taps if tap.name in called)
+        called |= {name for names in taps for name in names}
+        known = {id(p): name for name, p in user_names.named_parameters(self._root) if name in self._model.parameters}
+        return set(run.calls), any(name not in called for place, name in known.items() if place in reached)
 
     def first_axes(self, samples: Sequence[int]) -> dict[str, list[int]]:
         """{layer: sizes of the first axis of what its calls return} of a forward on these samples; {} if it fails."""
