@@ -17,7 +17,7 @@ from gramian.taps.passes import SECOND_BACKWARD, Explained, Pass
 from gramian.taps.records import LayerRecord
 from gramian.taps.sites.site import Sides, Site
 from gramian.taps.tap import Tap
-from gramian.taps.tapped_model import TappedModel, TapUse, refuse_create_graph, refuse_unseen, rows_over_batch
+from gramian.taps.tapped_model import TappedModel, TapUse, refuse_create_graph, refuse_unseen, rows_of_call
 
 
 def report(use: TapUse, saved: list[Tensor], gradients: list[Tensor]) -> None:
@@ -68,7 +68,7 @@ def report_compiled(
         return
     pass_ = model.passes.get(number)
     if isinstance(model.root(), FSDPModule) and model.tells_samples_apart and pass_.batch > 1:
-        refuse_unseen(model, [(tap.name, ordinal, rows_over_batch(saved, gradients, pass_.batch))])
+        refuse_unseen(model, [(tap.name, ordinal, rows_of_call(saved, gradients, pass_.batch))])
     for name in tap.parameters.values():
         tied = model.users[name] - 1
         pass_.uses[name] = max(pass_.uses.get(name, 0), ordinal + 1 + tied, tap.traced_uses + tied)

@@ -11,7 +11,6 @@ import gramian
 from gramian.taps.model.whole_layers import whole_classes
 from tests.kit.refusals import refusal
 from tests.oracles import sample_statistics
-from tests.taps.checks import wave
 from tests.taps.test_batch_free import assert_norms_of, assert_private_sums_of
 
 pytestmark = pytest.mark.oracle

@@ -203,7 +203,7 @@ def _kronecker(
             return "its layers use it as matrices of different shapes"
         if min(main.inputs, main.outputs) < options.min_layer_size:
             return f"narrower than min_layer_size={options.min_layer_size}"
-        main = main if seen is None else stored_as(main, seen)
+        main = stored_as(main, seen) if seen in LAYOUTS else main
         info, weight = parameters[name], renamed(key, lambda _: name)
         bias = uses[0].bias(key, users, parameters) if len(uses) == 1 else None
         both = (weight,) if bias is None else (weight, bias)

@@ -37,6 +37,7 @@ def forms_of(owner: nn.Module, local: str, p: nn.Parameter) -> dict[str, LayerFo
 
 def _forms(owner: nn.Module, local: str, p: nn.Parameter) -> Named:
     rows, columns = (p.shape[0], p.numel() // max(p.shape[0], 1)) if p.dim() else (1, 1)
+    computes = local.startswith("original") or (isinstance(owner, _ConvNd) and local != "weight")
     if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and local == "weight":
         yield local, LayerForm("table", rows, columns, None, assumed=True)
     elif isinstance(owner, _ConvNd) and local == "weight":
@@ -59,9 +60,9 @@ def _forms(owner: nn.Module, local: str, p: nn.Parameter) -> Named:
         usual = isinstance(owner, nn.Linear) and type(owner).forward is nn.Linear.forward
         own_bias = "bias" if local == "weight" and usual else None
         yield local, LayerForm("out_in", columns, rows, own_bias, assumed=True)
-    elif p.dim() == 3 and rows > min(p.shape) > 1:
+    elif p.dim() == 3 and rows > min(p.shape) > 1 and not computes:
         yield local, LayerForm("out_in", columns, rows, None, assumed=True)
-    elif p.dim() == 3 and rows > 1 and columns > SMALL and min(p.shape) > 1:
+    elif p.dim() == 3 and rows > 1 and columns > SMALL and min(p.shape) > 1 and not computes:
         for e in range(rows):
             yield part_name(local, e), LayerForm("out_in", p.shape[2], p.shape[1], None, assumed=True)
     elif p.dim() > 2 and p.numel() > SMALL:

@@ -15,11 +15,11 @@ from gramian.taps.model.preserve_state import InitialState
 from gramian.taps.model.whole_layers import restore, take_whole, whole_classes
 from gramian.taps.proof.isolated_runs import undisturbed
 from gramian.taps.proof.output_kinds import OutputKinds, counts_differ
-from gramian.taps.proof.proof_runs import Execute, ProofRuns, Refuted, SecondAxis, refuse
+from gramian.taps.proof.proof_runs import Execute, LayerUses, ProofRuns, Refuted, SecondAxis, refuse
 from gramian.taps.proof.prover import Proven, Prover
 from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.proof.single_unit import SampleAlone
-from gramian.taps.tapped_model import Call, TappedModel
+from gramian.taps.tapped_model import TappedModel
 
 logger = logging.getLogger("gramian.taps")
 
@@ -42,10 +42,8 @@ class BatchProof:
     unexplained: str = ""
     """The parameter whose gradient the taps did not explain in the last failure; "": that was about something else."""
 
-    def calls(self) -> tuple[set[Call], bool]:
-        """Run a forward on the batch: calls of tapped layers in it, and whether it uses a weight of a layer that is not called.
-
-        A call is (layer, number of earlier calls, rows over B).
+    def calls(self) -> LayerUses:
+        """How a forward on the batch uses its layers.
 
         Raises:
             GramianError: if a tap refuses a layer, or the model fails once one row for all samples is expanded to B rows.

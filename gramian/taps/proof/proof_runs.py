@@ -24,7 +24,7 @@ from gramian.taps.proof.model_outputs import left_in_attributes, output_tensors,
 from gramian.taps.proof.row_fingerprint import HALF, Fingerprint
 from gramian.taps.proof.row_recorder import Key, Recorder
 from gramian.taps.proof.sample_arguments import SampleArguments
-from gramian.taps.tapped_model import Call, TappedModel
+from gramian.taps.tapped_model import Call, TappedModel, rows_over_batch
 
 Source = Sequence[int] | Tensor
 """Content of a run's batch: the index of the sample in each place [B], or of the token in each place [B, T]."""
@@ -81,6 +81,18 @@ class TappedRun:
                 sides[self.sides[key]] = max(sides[self.sides[key]], fingerprint.largest)
         eps = max((fingerprint.eps for fingerprint in self.rows.values()), default=0.0)
         return 64 * eps * sides["input"] * sides["output gradient"] if eps < HALF else 0.0
+
+
+@dataclass(frozen=True)
+class LayerUses:
+    """How a forward uses the layers of a model."""
+
+    calls: frozenset[Call]
+    """Calls of tapped layers."""
+    rows: frozenset[int]
+    """Rows per sample of what these calls are given or return, as `rows_over_batch` counts them."""
+    past_a_tap: bool
+    """True if outputs depend on a weight of a layer that is not called."""
 
 
 class ProofRuns:
@@ -215,12 +227,8 @@ class ProofRuns:
         remembered = self.beginning.python.values() if sums or self._model.rule.withholds else {}
         return TappedRun(recorder.rows, recorder.sides, prints, calls, drew, recorder, buffers, remembered)
 
-    def calls(self) -> tuple[set[Call], bool]:
-        """(calls of tapped layers in a forward on the batch, whether its outputs depend on a weight of a layer not called).
-
-        Raises:
-            Refuted: as `tapped`.
-        """
+    def calls(self) -> "LayerUses":
+        """How a forward on the batch uses its layers. Raises Refuted as `tapped`."""
         self._begin()
         recorder = Recorder(self._seed, self._samples.units, self._model.batch_size)
         with self._model.recorded_by(recorder) as run, blamed_on(run.expanded):
@@ -231,7 +239,12 @@ class ProofRuns:
         taps = (tap.parameters.values() for tap in self._model.taps if tap.name in called)
         called |= {name for names in taps for name in names}
         known = {id(p): name for name, p in user_names.named_parameters(self._root) if name in self._model.parameters}
-        return set(run.calls), any(name not in called for place, name in known.items() if place in reached)
+        returned = {rows_over_batch(size, self._samples.batch) for sizes in run.first_axes.values() for size in sizes}
+        return LayerUses(
+            frozenset(run.calls),
+            frozenset(rows for _, _, rows in run.calls) | returned,
+            any(name not in called for place, name in known.items() if place in reached),
+        )
 
     def first_axes(self, samples: Sequence[int]) -> dict[str, list[int]]:
         """{layer: sizes of the first axis of what its calls return} of a forward on these samples; {} if it fails."""

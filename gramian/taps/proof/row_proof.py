@@ -107,10 +107,10 @@ class RowProof:
             elif model.proof_is_due():
                 self.repeat(key, samples, execute)
         elif not tells_apart and not proven_before and key not in self._summed:
-            calls, past_a_tap = self._on(samples[0], execute).calls()
-            shown = past_a_tap or any(rows == 0 for _, _, rows in calls)
+            uses = self._on(samples[0], execute).calls()
+            shown = uses.past_a_tap or 0 in uses.rows
             known = self.model.batch_free
-            if any(rows not in (0, 1) for _, _, rows in calls):
+            if not uses.rows <= {0, 1}:
                 self.model.batch_free = known | self._on(samples[0], execute).batch_free()
             try:
                 if shown or self.model.batch_free:
@@ -166,7 +166,7 @@ class RowProof:
         elif tells_apart and self.model.proof_is_due():
             self.repeat(key, samples, execute)
         elif sizes not in self._sizes:
-            calls, _ = self._on(samples[0], execute).calls()
+            calls = self._on(samples[0], execute).calls().calls
             unseen = calls if not tells_apart and key not in self._summed else calls - self.model.proven_calls
             if unseen and (tells_apart or any(rows == 0 for _, _, rows in unseen)):
                 self._prove(key, samples, execute, sums_only=not tells_apart)
