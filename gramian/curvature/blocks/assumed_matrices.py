@@ -17,9 +17,10 @@ from torch import Tensor
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block_specs import Spec
 from gramian.linalg.wide import wide
+from gramian.taps.products.banks import BankPart, MatrixSides
 from gramian.taps.products.parts import owner, part_of, view
+from gramian.taps.products.sides import Sides
 from gramian.taps.records import LayerRecord
-from gramian.taps.sites.site import Sides
 
 ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 """By the narrowest dtype of a layer: largest difference, relative to the gradient, that counts as rounding."""
@@ -35,7 +36,7 @@ def turned(spec: Spec, layout: str) -> Spec:
     return replace(spec, layout="in_out" if layout == "in_out" else "out_in", inputs=inputs, outputs=outputs)
 
 
-def sides_of(spec: Spec, key: str, record: LayerRecord) -> Sides | str | None:
+def sides_of(spec: Spec, key: str, record: LayerRecord) -> MatrixSides | None:
     """The inputs and output gradients of a block's matrix, called `key` inside the layer, or why it is none; None: unused.
 
     Those of a parameter by rows are the number of each row and its gradient: B·r·c numbers.
@@ -51,8 +52,10 @@ def sides_of(spec: Spec, key: str, record: LayerRecord) -> Sides | str | None:
     return Sides(index_BR, y_BRC, positions_BT=torch.full_like(index_BR, -1))
 
 
-def checked(sides: Sides | str) -> Sides:
-    """`sides` of a form that was not assumed; a GramianError if they are a reason against it."""
+def checked(sides: MatrixSides) -> Sides:
+    """`sides` by token of a form that was not assumed; a GramianError if they are a reason against it."""
+    if isinstance(sides, BankPart):
+        return sides.bank.part(sides.number)
     if isinstance(sides, str):
         raise GramianError(
             f"its site has no factors for a matrix that it declares: {sides}; expected inputs and gradients"

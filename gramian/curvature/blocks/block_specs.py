@@ -23,9 +23,9 @@ from gramian.taps.model import user_names
 from gramian.taps.model.find_layers import FoundLayer, discover
 from gramian.taps.products.parts import SMALL, owner, part_shape, renamed
 from gramian.taps.products.replay import CONTRADICTIONS
+from gramian.taps.products.sides import LayerForm
 from gramian.taps.records import LayerRecord
 from gramian.taps.roles import ParameterInfo
-from gramian.taps.sites.site import LayerForm
 
 MOST_ROWS = 2**26
 """Largest number of elements of all exact blocks of the rows of one parameter; one with more has a diagonal."""

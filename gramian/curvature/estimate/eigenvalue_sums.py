@@ -19,9 +19,9 @@ from gramian.curvature.estimate.refresh_pass import RefreshPass, SumsOfOneCaptur
 from gramian.curvature.estimate.token_moments import StoragePolicy
 from gramian.curvature.estimate.token_selection import TokenSelection
 from gramian.linalg.wide import pieces
+from gramian.taps.products.sides import Sides
 from gramian.taps.records import LayerRecord, ParameterRecord
 from gramian.taps.roles import Needs, ParameterInfo
-from gramian.taps.sites.site import Sides
 
 
 @dataclass

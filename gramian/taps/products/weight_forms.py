@@ -23,7 +23,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
 
 from gramian.taps.products.parts import SMALL, even_parts, part_name
-from gramian.taps.sites.site import LayerForm
+from gramian.taps.products.sides import LayerForm
 
 Named = Iterator[tuple[str, LayerForm]]
 

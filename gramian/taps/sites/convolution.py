@@ -14,8 +14,9 @@ from gramian.parallel.tensor_parallel import full_tensor
 from gramian.taps.gradients import Convolved, PerSampleGradient, Summed
 from gramian.taps.gradients.convolved import Geometry
 from gramian.taps.products.parts import SMALL, even_parts, view
+from gramian.taps.products.sides import LayerForm, Sides
 from gramian.taps.sites.linear import autocast
-from gramian.taps.sites.site import LayerForm, Sides, Site, SiteRun, by_sample, first_tensor, trains
+from gramian.taps.sites.site import Site, SiteRun, by_sample, first_tensor, trains
 from gramian.taps.sites.site_registry import register_site
 
 

@@ -10,10 +10,11 @@ from torch.nn import functional as F
 
 from gramian.taps.gradients import GroupedOuter, GroupedRows, GroupedSum, Outer, PerSampleGradient, Summed
 from gramian.taps.gradients.grouped_rows import BITS
+from gramian.taps.products.banks import BankPart, BankSides, MatrixSides
 from gramian.taps.products.parts import part_of
+from gramian.taps.products.sides import Sides
 from gramian.taps.sites.products.row_owners import Owners, on_device
 from gramian.taps.sites.products.weight_views import UnknownUse, WeightView
-from gramian.taps.sites.site import Sides
 
 LINEAR = frozenset(["linear"])
 PRODUCTS = frozenset(["matmul", "__matmul__", "mm", "bmm"])
@@ -117,11 +118,11 @@ class UseLayout:
     """"samples": the rows of a sample next to each other; "tokens": the first rows of all samples next to each other, then
     the second; "owners": as the saved owners say."""
 
-    def matrix_sides(self, keys: Iterable[str], saved: list[Tensor], g: Tensor, batch: int) -> dict[str, Sides | str]:
+    def matrix_sides(self, keys: Iterable[str], saved: list[Tensor], g: Tensor, batch: int) -> dict[str, MatrixSides]:
         """Inputs and output gradients by token of each matrix of the weight, from what `save` returned and g.
 
         `keys`: names of the weight, or of its parts. Waits for the device where samples have different numbers
-        of rows.
+        of rows: once for all matrices of a stack.
         """
         saved = list(saved)
         groups = saved.pop() if self.has_groups else None
@@ -130,12 +131,15 @@ class UseLayout:
             return dict.fromkeys(keys, "its layer adds it to rows, or scales them with it")
         g_RO, a_RI = ((t.squeeze(-1) if self.columns else t).flatten(0, -2) for t in (g, saved[0]))
         layout: Literal["out_in", "in_out"] = "out_in" if self.out_first else "in_out"
-        found: dict[str, Sides | str] = {}
+        found: dict[str, MatrixSides] = {}
+        bank: BankSides | None = None
         for key in keys:
             rows = part_of(key)[1]
             if isinstance(rows, int):
                 assert owners is not None and groups is not None
-                found[key] = _ragged(a_RI, g_RO, owners, groups == rows, batch, layout)
+                bank = bank or BankSides.of(a_RI, g_RO, owners, groups, batch, self.view.shape[0], layout)
+                if bank.ends[rows] < bank.ends[rows + 1]:
+                    found[key] = BankPart(bank, rows)
                 continue
             here = slice(0, None) if rows is None else rows
             width = a_RI.shape[-1] if layout == "in_out" else g_RO.shape[-1]
@@ -149,7 +153,7 @@ class UseLayout:
             part = slice(here.start - self.view.first, stop - self.view.first)
             a, g_part = (a_RI[:, part], g_RO) if layout == "in_out" else (a_RI, g_RO[:, part])
             if owners is not None:
-                found[key] = _ragged(a, g_part, owners, torch.ones_like(owners, dtype=torch.bool), batch, layout)
+                found[key] = BankSides.of(a, g_part, owners, torch.zeros_like(owners), batch, 1, layout).part(0)
             else:
                 found[key] = Sides(self._by_sample(a, batch), self._by_sample(g_part, batch), layout=layout)
         return found
@@ -186,26 +190,6 @@ class UseLayout:
         if self.order == "samples":
             return rows.reshape(batch, self.tokens, rows.shape[-1])
         return rows.reshape(self.tokens, batch, rows.shape[-1]).transpose(0, 1)
-
-
-def _ragged(
-    a_RI: Tensor, g_RO: Tensor, owners_R: Tensor, mask_R: Tensor, batch: int, layout: Literal["out_in", "in_out"]
-) -> Sides:
-    """The masked rows as tokens [B, T, ·], T the most that a sample has, with their positions; the others do not count."""
-    mask_R = mask_R & (owners_R >= 0) & (owners_R < batch << BITS)
-    rows_K = mask_R.nonzero()[:, 0]
-    rows_K = rows_K[owners_R[rows_K].argsort(stable=True)]
-    samples_K, positions_K = owners_R[rows_K] >> BITS, owners_R[rows_K] & ((1 << BITS) - 1)
-    counts_B = torch.bincount(samples_K, minlength=batch)
-    place_K = torch.arange(len(rows_K), device=rows_K.device) - (counts_B.cumsum(0) - counts_B)[samples_K]
-    tokens = int(counts_B.max()) if len(rows_K) else 0
-
-    def padded(rows: Tensor) -> Tensor:
-        return rows.new_zeros(batch, tokens, *rows.shape[1:]).index_put((samples_K, place_K), rows)
-
-    counted_BT = padded(torch.ones_like(samples_K, dtype=torch.bool))
-    full = None if bool(counted_BT.all()) else counted_BT
-    return Sides(padded(a_RI[rows_K]), padded(g_RO[rows_K]), full, positions_BT=padded(positions_K), layout=layout)
 
 
 def save(use: WeightUse, y: Tensor, owners: Owners, batch: int) -> tuple[list[Tensor], UseLayout]:
