@@ -65,7 +65,9 @@ class Net(nn.Module):
         self.first, self.experts, self.head = nn.Linear(7, D), Experts(run), nn.Linear(D, V)
 
     def chosen(self, x: Tensor) -> Tensor:
-        return torch.stack([torch.arange(x.shape[0] * x.shape[1]) * 7 % 3, torch.arange(x.shape[0] * x.shape[1]) % 2], 1)
+        return torch.stack(
+            [torch.arange(x.shape[0] * x.shape[1]) * 7 % 3, torch.arange(x.shape[0] * x.shape[1]) % 2], 1
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         rows = torch.tanh(self.first(x)).flatten(0, 1)
@@ -77,7 +79,9 @@ def weighted_loss(model: Net, x: Tensor, y: Tensor, weights: Tensor | None) -> T
     return each.sum() if weights is None else (each * weights.flatten()).sum()
 
 
-def reference(model: Net, batches: list[tuple[Tensor, Tensor]], weights: Tensor | None) -> dict[str, tuple[Tensor, Tensor]]:
+def reference(
+    model: Net, batches: list[tuple[Tensor, Tensor]], weights: Tensor | None
+) -> dict[str, tuple[Tensor, Tensor]]:
     """{expert's matrix: A and G} from rows that are formed by hand."""
     rows: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
     for x, y in batches:
@@ -103,6 +107,10 @@ def reference(model: Net, batches: list[tuple[Tensor, Tensor]], weights: Tensor 
     return found
 
 
+def named(value: object) -> str:
+    return getattr(value, "__name__", str(value))
+
+
 WEIGHTS = {"all": None, "fractional": torch.arange(B * T).view(B, T).double() % 4 / 2}
 CASES = [
     (run, policy, weights, passes)
@@ -113,7 +121,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("run, policy, weights, passes", sample(CASES, 8, case=lambda c: c[:2]), ids=lambda v: getattr(v, "__name__", str(v)))
+@pytest.mark.parametrize("run, policy, weights, passes", sample(CASES, 8, case=lambda c: c[:2]), ids=named)
 def test_factors_are_those_of_each_expert_s_rows(run: Run, policy: str, weights: str, passes: int) -> None:
     """Of several passes the first rows are stored, and summed when there are more than the width."""
     model, found, w = seeded(lambda: Net(run)), kfac(kfac_policy=policy), WEIGHTS[weights]
