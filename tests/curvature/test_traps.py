@@ -700,7 +700,7 @@ TRAPS = (
     ),
     Mutation(
         "groups of a convolution in another order",
-        Edit("Convolution.matrix_sides", "patches.chunk(module.groups, 1)", "patches.chunk(module.groups, 1)[::-1]"),
+        Edit("Convolution.matrix_sides", "images.chunk(module.groups, 1)", "images.chunk(module.groups, 1)[::-1]"),
         partial(test_several_matrices.test_factors_are_those_of_the_unrolled_layer, "conv1d"),
     ),
     Mutation(

@@ -25,7 +25,8 @@ from gramian.taps.products.sides import LayerForm
 from gramian.taps.sites.borrowed import own_parameters
 from gramian.taps.sites.generic import Generic
 from gramian.taps.sites.products.row_owners import RowOwners
-from gramian.taps.sites.products.weight_use import UseLayout, find_uses, save
+from gramian.taps.sites.products.use_layout import UseLayout, save
+from gramian.taps.sites.products.weight_use import find_uses
 from gramian.taps.sites.products.weight_views import UnknownUse, WeightViews
 from gramian.taps.sites.site import INLINE, Site
 
