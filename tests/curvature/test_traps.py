@@ -751,7 +751,7 @@ TRAPS = (
     Mutation(
         "rows of all samples added up before they are squared",
         Edit(
-            "assumed_matrices:sides_of",
+            "assumed_matrices:row_sides",
             "y_B = gradient.per_sample()",
             "y_B = gradient.total().expand(gradient.batch, *gradient.shape)",
         ),

@@ -37,12 +37,12 @@ def turned(spec: Spec, layout: str) -> Spec:
 
 
 def sides_of(spec: Spec, key: str, record: LayerRecord) -> MatrixSides | None:
-    """The inputs and output gradients of a block's matrix, called `key` inside the layer, or why it is none; None: unused.
+    """The inputs and output gradients of a block's matrix, called `key` inside the layer, or why it is none; None: unused."""
+    return row_sides(spec, record) if spec.by_rows else record.sides().get(key)
 
-    Those of a parameter by rows are the number of each row and its gradient: B·r·c numbers.
-    """
-    if not spec.by_rows:
-        return record.sides().get(key)
+
+def row_sides(spec: Spec, record: LayerRecord) -> Sides:
+    """The number of each row of a parameter and its gradient, for every sample: B·r·c numbers."""
     parameter, rows = part_of(spec.parameters[0])
     gradient = record.gradients[parameter]
     y_B = gradient.per_sample()

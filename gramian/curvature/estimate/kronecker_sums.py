@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gramian.core.errors import GramianError
-from gramian.curvature.blocks.assumed_matrices import Totals, checked, sides_of, turned
+from gramian.curvature.blocks.assumed_matrices import Totals, checked, row_sides, sides_of, turned
 from gramian.curvature.blocks.block_specs import LAYOUTS, Spec, blocks_by_layer, table_of_rows, trained_blocks
 from gramian.curvature.estimate.eigenbasis_sums import EKFACUse, HeadTokens
 from gramian.curvature.estimate.ekfac_sums import EKFACSamples
@@ -165,7 +165,7 @@ class KroneckerSums(SumsOfOneCapture):
         if table is None:
             return sides
         self.specs[name], self._keeps = table, None
-        return checked(sides_of(table, key, record))
+        return row_sides(table, record)
 
     def _verified(self, spec: Spec, sides: MatrixSides, totals: Totals) -> Sides | BankPart | None:
         """`sides`, if they are those of the block's matrix; None, with the reason in `observed`, for an assumed one if not.
