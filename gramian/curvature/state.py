@@ -15,11 +15,12 @@ from gramian.core.errors import GramianError
 from gramian.curvature.apply.ready_operators import ReadyOperators
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.block_specs import Spec, find_blocks
-from gramian.curvature.blocks.consistency import check_spec, unique_parameters
+from gramian.curvature.blocks.consistency import check_spec, tap_as, unique_parameters
 from gramian.curvature.blocks.eigenvalue_correction import Correction
 from gramian.curvature.options import Options
 from gramian.curvature.refresh.shared_factorisation import SharedFactorisation
 from gramian.parallel.exchange import Exchange
+from gramian.taps.products.replay import OTHERWISE
 
 
 @dataclass
@@ -124,6 +125,8 @@ class CurvatureState:
         A block whose parameters are all frozen now is no error: it keeps its factors until they train again.
         """
         specs = self._wanted(find_blocks(root, self.options, self.observed))
+        if not specs.keys() >= self.blocks.keys() and tap_as(root, [block.spec for block in self.blocks.values()]):
+            specs = self._wanted(find_blocks(root, self.options, self.observed))
         frozen = {name for name, p in unique_parameters(root) if not p.requires_grad}
         for name, block in self.blocks.items():
             now = specs.get(name)
@@ -142,7 +145,7 @@ class CurvatureState:
         assumed = {spec.owners[0] for spec in specs.values() if spec.assumed} - self.observed.keys()
         if not assumed:
             return specs
-        return self._wanted(find_blocks(root, self.options, self.observed | dict.fromkeys(assumed, "not seen")))
+        return self._wanted(find_blocks(root, self.options, self.observed | dict.fromkeys(assumed, OTHERWISE)))
 
     def _wanted(self, specs: dict[str, Spec]) -> dict[str, Spec]:
         """The blocks of the parameters in `only`."""

@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gramian.curvature.blocks.assumed_matrices import checked
+from gramian.curvature.blocks.assumed_matrices import checked, sides_of
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.block_specs import Spec, blocks_by_layer, trained_blocks
 from gramian.curvature.blocks.eigenvalue_correction import Basis
@@ -163,10 +163,12 @@ class MatrixGradients(ByPass):
     def update(self, sums: GradientsByPass, record: LayerRecord) -> None:
         """Add the samples' part of one call of a layer."""
         names, number = trained_blocks(self._by_layer, self._specs, record), record.info.number
-        found = record.sides() if names else {}
-        for key, name in [(key, name) for key, name in names.items() if key in found]:
+        for key, name in names.items():
             sketch = self._sketch.sketches[name]
-            use = EKFACUse.of(checked(found[key]), record.info.scale, record.layer in sketch.spec.tables)
+            found = sides_of(sketch.spec, key, record)
+            if found is None:
+                continue
+            use = EKFACUse.of(checked(found), record.info.scale, record.layer in sketch.spec.tables)
             z_BKL = sketch.of_uses(use)
             if number not in sums:
                 sums[number] = z_BKL.new_zeros(len(z_BKL), self._sketch.columns)

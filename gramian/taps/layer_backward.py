@@ -4,6 +4,7 @@ The site is the object that knows the formulas of this kind of layer. Every list
 receives the gradients, and sums them over all uses of a parameter before it delivers them.
 """
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -14,10 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 from gramian.core.errors import GramianError
 from gramian.linalg.wide import exact_float32
 from gramian.taps.passes import SECOND_BACKWARD, Explained, Pass
+from gramian.taps.products.banks import MatrixSides
 from gramian.taps.records import LayerRecord
-from gramian.taps.sites.site import Sides, Site
+from gramian.taps.sites.site import Site
 from gramian.taps.tap import Tap
-from gramian.taps.tapped_model import TappedModel, TapUse, refuse_create_graph, refuse_unseen, rows_over_batch
+from gramian.taps.tapped_model import TappedModel, TapUse, refuse_create_graph, refuse_unseen, rows_of_call
 
 
 def report(use: TapUse, saved: list[Tensor], gradients: list[Tensor]) -> None:
@@ -68,7 +70,7 @@ def report_compiled(
         return
     pass_ = model.passes.get(number)
     if isinstance(model.root(), FSDPModule) and model.tells_samples_apart and pass_.batch > 1:
-        refuse_unseen(model, [(tap.name, ordinal, rows_over_batch(saved, gradients, pass_.batch))])
+        refuse_unseen(model, [(tap.name, ordinal, rows_of_call(saved, gradients, pass_.batch))])
     for name in tap.parameters.values():
         tied = model.users[name] - 1
         pass_.uses[name] = max(pass_.uses.get(name, 0), ordinal + 1 + tied, tap.traced_uses + tied)
@@ -125,7 +127,7 @@ def _receive(
                 )
 
         @cache
-        def sides() -> dict[str, Sides | str]:
+        def sides() -> Mapping[str, MatrixSides]:
             model.live = False  # as above
             try:
                 with tap.named_errors():

@@ -21,7 +21,7 @@ from gramian.taps.sites.generic import Generic
 from gramian.taps.sites.products.inline_products import InlineProducts
 from gramian.taps.sites.products.weight_views import UnknownUse
 from gramian.taps.tap import Tap
-from gramian.taps.tapped_model import TappedModel, rows_over_batch
+from gramian.taps.tapped_model import TappedModel, rows_of_call
 
 TENSOR_PARALLEL_KINDS = ("linear", "embedding", "norm")
 """Kinds of layers (`Site.kind`) that may be tensor parallel in a captured model."""
@@ -131,7 +131,7 @@ def _run_inline(
         return run_layer(model, tap, module, plain, args, kwargs)
     model.watch(tap)
     if not in_backward():
-        rows = rows_over_batch(tensors, [], batch)
+        rows = rows_of_call(tensors, [], batch)
         calls += [(name, 0, rows) for name in trained]
     return output
 

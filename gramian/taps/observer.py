@@ -22,7 +22,7 @@ from gramian.taps.layer_backward import report, report_compiled
 from gramian.taps.passes import in_backward
 from gramian.taps.sites.site import observed
 from gramian.taps.tap import Tap
-from gramian.taps.tapped_model import TappedModel, TapUse, rows_over_batch
+from gramian.taps.tapped_model import TappedModel, TapUse, rows_of_call
 
 _taps: "weakref.WeakValueDictionary[int, Tap]" = weakref.WeakValueDictionary()
 _models: "weakref.WeakValueDictionary[int, TappedModel]" = weakref.WeakValueDictionary()
@@ -185,5 +185,5 @@ def open_use(
         return TapUse(model, tap, pass_, extra, inside_backward=False)
     ordinal = pass_.ordinals[tap.name] = pass_.ordinals.get(tap.name, -1) + 1
     calls = model.calls if model.proof_run is None else model.proof_run.calls
-    calls.append((tap.name, ordinal, rows_over_batch(saved, outputs, pass_.batch)))
+    calls.append((tap.name, ordinal, rows_of_call(saved, outputs, pass_.batch)))
     return TapUse(model, tap, pass_, extra, inside_backward=False, ordinal=ordinal)

@@ -3,7 +3,7 @@
 Shapes: B rows of the batch, U units (the rows, or the groups of rows or tokens that `sample_ids` defines), T tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from gramian.taps.gradients import PerSampleGradient
 from gramian.taps.units import Units
 
 if TYPE_CHECKING:
-    from gramian.taps.sites.site import Sides
+    from gramian.taps.products.banks import MatrixSides
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class LayerRecord:
     gradients: dict[str, PerSampleGradient]
     """{parameter: its gradients from this call}, one for each of B rows, not yet grouped into units."""
     info: PassInfo
-    sides: "Callable[[], dict[str, Sides | str]]"
+    sides: "Callable[[], Mapping[str, MatrixSides]]"
     """Function that returns inputs and output gradients by token, [B, T, …], of each matrix of the layer; only for layers that
     have some (`Site.matrix_sides`)."""
     borrowed: bool

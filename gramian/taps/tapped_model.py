@@ -282,13 +282,13 @@ class TappedModel:
         self.proof_run.failure = self.proof_run.failure or error
 
 
-def rows_over_batch(saved: Sequence[Tensor], outputs: Sequence[Tensor], batch: int) -> int:
-    """Rows per sample of a layer's call: 0 for one row shared by all samples, −rows if `rows` is not a multiple of `batch`.
+def rows_of_call(saved: Sequence[Tensor], outputs: Sequence[Tensor], batch: int) -> int:
+    """Rows per sample of a layer's call, by the first of the saved tensors and outputs that has axes (`rows_over_batch`)."""
+    return rows_over_batch(next((t.shape[0] for t in (*saved, *outputs) if t.dim()), 0), batch)
 
-    `rows` is the size of the first axis of the first of the saved tensors and outputs that has axes.
-    """
-    first = next((t for t in (*saved, *outputs) if t.dim()), None)
-    rows = 0 if first is None else first.shape[0]
+
+def rows_over_batch(rows: int, batch: int) -> int:
+    """Rows per sample of a first axis: 0 for one row shared by all samples, −rows if `rows` is not a multiple of `batch`."""
     if rows == 1 and batch != 1:
         return 0
     return rows // batch if batch and rows % batch == 0 else -rows

@@ -39,7 +39,7 @@ def _as_matrix(block: Block, tensors: Mapping[str, Tensor]) -> Tensor:
     weight, *bias = (tensors[name] for name in block.spec.parameters)
     if block.A is None:
         return weight.reshape(-1, 1)
-    weight = weight.mT if block.spec.layout == "table" else weight.flatten(1)
+    weight = weight.reshape(block.spec.inputs, -1).mT if block.spec.layout == "table" else weight.flatten(1)
     return torch.cat([weight, bias[0][:, None]], dim=1) if bias else weight
 
 

@@ -4,6 +4,7 @@ Each case is a layer and the same function written with `nn.Linear` or single co
 tokens plain hooks see.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,18 @@ from torch.nn import functional as F
 
 import gramian
 from gramian.oracles import dense_kfac
-from tests.curvature.problems import assert_close, calls_of, classes, has_bias, kfac, normal, seeded, tokens
+from tests.curvature.problems import (
+    assert_close,
+    calls_of,
+    classes,
+    cross_entropy,
+    has_bias,
+    kfac,
+    normal,
+    seeded,
+    tokens,
+)
+from tests.curvature.test_factors import peer_factors
 from tests.kit.matrix import some
 
 pytestmark = pytest.mark.oracle
@@ -86,6 +98,21 @@ class Heads(Unrolled):
         q, k, v = (t.unflatten(2, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
         weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
         return self.out((weights @ v).transpose(1, 2).flatten(2)), weights.mean(1)
+
+
+class EncoderLayer(Unrolled):
+    """A layer of a transformer in training, from its parts."""
+
+    def __init__(self, layer: nn.TransformerEncoderLayer) -> None:
+        super().__init__()
+        self.attention, self.norms = Heads(layer.self_attn), copy.deepcopy(nn.ModuleList([layer.norm1, layer.norm2]))
+        self.wide, self.narrow = (linear(one.weight, one.bias) for one in (layer.linear1, layer.linear2))
+        self.parts = {f"self_attn.{name}": part for name, part in self.attention.parts.items()}
+        self.parts |= {"linear1.weight": self.wide, "linear2.weight": self.narrow}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norms[0](x + self.attention(x, x, x)[0])
+        return self.norms[1](x + self.narrow(torch.relu(self.wide(x))))
 
 
 class Steps(Unrolled):
@@ -275,6 +302,12 @@ CASES = {
         partial(nn.MultiheadAttention, 14, 2, batch_first=True, kdim=11, vdim=13, bias=False), Heads,
         (normal(2, 5, 14), normal(2, 4, 11), normal(2, 4, 13)),
     ),
+    "transposed3d": Case(
+        partial(nn.ConvTranspose3d, 12, 4, (2, 3, 2), (1, 2, 1), (0, 1, 0), groups=2), Transposed, (normal(2, 12, 2, 2, 2),)
+    ),
+    "encoder layer": Case(
+        partial(nn.TransformerEncoderLayer, 14, 2, 20, dropout=0.0, batch_first=True), EncoderLayer, (normal(2, 5, 14),)
+    ),
     "lstm": Case(partial(nn.LSTM, 13, 7, 2, bidirectional=True, batch_first=True), Steps, (X,)),
     "projected lstm": Case(partial(nn.LSTM, 13, 17, proj_size=9, batch_first=True, bias=False), Steps, (X,)),
     "gru": Case(partial(nn.GRU, 13, 7, 2, batch_first=True), Steps, (X,)),
@@ -333,3 +366,36 @@ def test_factors_are_those_of_the_unrolled_layer(name: str) -> None:
         A, G = dense_kfac.factors(sides, len(case.inputs[0]), 1.0, has_bias(module), counted)
         assert_close(blocks[f"layer.{part}"].A.to_dense(), A, 1e-9, f"{part} A")
         assert_close(blocks[f"layer.{part}"].G.to_dense(), G, 1e-9, f"{part} G")
+
+
+class Classifier(nn.Module):
+    """A layer, of which every token is classified."""
+
+    def __init__(self, layer: nn.Module, width: int) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        attends = isinstance(self.layer, nn.MultiheadAttention | Heads)
+        y = self.layer(x, x, x)[0] if attends else self.layer(x)
+        return self.head(torch.tanh(y))
+
+
+@pytest.mark.parametrize("name, width", [("attention", 14), ("encoder layer", 14)])
+def test_factors_are_those_of_curvlinops_for_a_module_for_each_matrix(name: str, width: int) -> None:
+    x = CASES[name].inputs[0]
+    model, found = seeded(lambda: Classifier(CASES[name].build(), width)), kfac()
+    twin = Classifier(CASES[name].unrolled(model.layer), width).double()
+    twin.head.load_state_dict(model.head.state_dict())
+    for module in twin.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.requires_grad_(False)
+    y = classes(5, *model(x).shape[:2])
+    with found.capture(model, num_terms=y.numel()):
+        cross_entropy(model, x, y, "mean").backward()
+    theirs = peer_factors(twin, nn.CrossEntropyLoss(), x, y, fisher_type="empirical", kfac_approx="expand")
+    names = {id(m): n for n, m in twin.named_modules()}
+    for part, module in {**{f"layer.{n}": m for n, m in twin.layer.parts.items()}, "head.weight": twin.head}.items():
+        block = found.kfac_factors.get(part) or found.kfac_factors[part.removesuffix(".weight")]
+        for side, factor in (("A", block.A), ("G", block.G)):
+            assert_close(factor.to_dense(), theirs[f"{names[id(module)]} {side}"], 1e-9, f"{part} {side}")

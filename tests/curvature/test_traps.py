@@ -22,6 +22,7 @@ from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank, Sp
 from gramian.linalg import wide as wide_module
 from gramian.linalg.factors.stored import store_columns
 from tests.curvature import (
+    test_banks,
     test_bias,
     test_capacity,
     test_damping,
@@ -31,6 +32,7 @@ from tests.curvature import (
     test_fisher_types,
     test_layers,
     test_loss_contract,
+    test_mixers,
     test_operator_traps,
     test_options,
     test_parts,
@@ -39,6 +41,7 @@ from tests.curvature import (
     test_products,
     test_ready_operators,
     test_record,
+    test_rows,
     test_several_matrices,
 )
 from tests.curvature.small import FEW, MANY, assert_near, net, refresh, sides, words
@@ -697,7 +700,7 @@ TRAPS = (
     ),
     Mutation(
         "groups of a convolution in another order",
-        Edit("Convolution.matrix_sides", "patches.chunk(module.groups, 1)", "patches.chunk(module.groups, 1)[::-1]"),
+        Edit("Convolution.matrix_sides", "images.chunk(module.groups, 1)", "images.chunk(module.groups, 1)[::-1]"),
         partial(test_several_matrices.test_factors_are_those_of_the_unrolled_layer, "conv1d"),
     ),
     Mutation(
@@ -728,6 +731,50 @@ TRAPS = (
             "kernel, (1,) * count, padding, dilation)\n",
         ),
         partial(test_several_matrices.test_factors_are_those_of_the_unrolled_layer, "transposed1d"),
+    ),
+    Mutation(
+        "the rows of one expert by the order of another",
+        Edit(
+            "BankSides.span", "self.ends[number], self.ends[number + 1]", "0, self.ends[number + 1] - self.ends[number]"
+        ),
+        partial(
+            test_banks.test_factors_are_those_of_each_expert_s_rows, test_banks.grouped, "small_only", "fractional", 3
+        ),
+    ),
+    Mutation(
+        "weights of experts' gradients not inverted",
+        Edit("KroneckerSums._add_bank", "1.0 / weights_K", "weights_K"),
+        partial(
+            test_banks.test_factors_are_those_of_each_expert_s_rows, test_banks.grouped, "small_only", "fractional", 3
+        ),
+    ),
+    Mutation(
+        "rows of all samples added up before they are squared",
+        Edit(
+            "assumed_matrices:row_sides",
+            "y_B = gradient.per_sample()",
+            "y_B = gradient.total().expand(gradient.batch, *gradient.shape)",
+        ),
+        partial(test_rows.test_factors_are_those_of_the_rows_of_every_sample, "standardised"),
+    ),
+    Mutation(
+        "rows of a matrix that is multiplied in another call",
+        Edit("block_specs:table_of_rows", "why in CONTRADICTIONS or ", ""),
+        partial(test_rows.test_a_matrix_that_is_added_and_multiplied_has_all_of_its_gradients_in_one_sum, False),
+    ),
+    Mutation(
+        "weights of children that are not called not looked for",
+        Edit("RowProof.guard", "uses.past_a_tap or 0 in uses.rows", "0 in uses.rows"),
+        test_mixers.test_projections_have_factors_and_all_else_exact_blocks,
+    ),
+    Mutation(
+        "one row for all samples known by inputs alone",
+        Edit(
+            "ProofRuns.calls",
+            "frozenset(rows for _, _, rows in run.calls) | returned",
+            "frozenset(rows for _, _, rows in run.calls)",
+        ),
+        partial(test_rows.test_a_table_of_positions_without_a_batch_axis_has_factors_of_every_sample, True),
     ),
     Mutation(
         "exact blocks of rows as a diagonal",

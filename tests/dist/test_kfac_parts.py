@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.curvature.splits import Case
+from tests.curvature.test_mixers import Mixer
 from tests.dist import kfac_bodies as bodies
 from tests.kit.processes import distributed
 
@@ -29,7 +30,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Attention, experts, a convolution with groups, one by channel, and a table that is no product."""
+    """Attention, experts, a convolution with groups, one by channel, and two tables that are no product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,8 +40,10 @@ class Mixture(nn.Module):
             nn.Conv1d(24, 24, 7, padding=3, groups=24),
         )
         self.gates, self.head = nn.Parameter(torch.randn(12, 12)), nn.Linear(24, 5)
+        self.positions = nn.Parameter(torch.randn(1, 4, 36))
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x + self.positions[..., :12].tanh()
         x = x + self.attention(x, x, x, need_weights=False)[0] * self.gates.sum(0)
         return self.head(self.channels(self.groups(self.experts(x).mT)).mT.tanh())
 
@@ -61,3 +64,22 @@ def test_two_processes_have_the_blocks_of_one(rank: int, way: str) -> None:
     assert record["layers"]["experts.weight[2]"]["approximation"] == "K-FAC experts.weight[2]"
     assert record["layers"]["channels.weight"]["approximation"] == "exact blocks of rows"
     assert record["layers"]["gates"]["why_not_kfac"]
+    assert record["layers"]["positions"]["approximation"] == "K-FAC of the rows of positions"
+
+
+class Mixing(nn.Module):
+    """A mixer that uses weights of its children without calling them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer, self.head = Mixer(), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.mixer(x))
+
+
+@distributed(world_size=2)
+def test_two_processes_find_the_layers_that_are_tapped_as_one(rank: int) -> None:
+    case = Case(Mixing, inputs, 5, 4)
+    record = bodies.same_as_one(rank, "ddp", case, [[3, 0], [4, 1, 2]], {"damping": 0.01}, reduction="sum", tolerance=1e-9)
+    assert record["layers"]["mixer.step.weight"]["approximation"] == "K-FAC mixer.step.weight"

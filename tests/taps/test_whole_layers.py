@@ -11,7 +11,6 @@ import gramian
 from gramian.taps.model.whole_layers import whole_classes
 from tests.kit.refusals import refusal
 from tests.oracles import sample_statistics
-from tests.taps.checks import wave
 from tests.taps.test_batch_free import assert_norms_of, assert_private_sums_of
 
 pytestmark = pytest.mark.oracle
@@ -90,18 +89,6 @@ def test_the_layer_around_a_list_is_found_and_named_once(caplog: pytest.LogCaptu
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 def test_private_sums_are_those_of_the_loop(use: Callable[..., Tensor]) -> None:
     assert_private_sums_of(network(Mixer(use)), batch(4, 5))
-
-
-def test_curvature_refuses_until_it_is_known_and_then_has_diagonals() -> None:
-    model, x = network(Mixer(only_directly)), batch(3, 5)
-    kfac = gramian.KFACNaturalGradient()
-    with refusal(r"1\.\w+\.\w+: got a gradient, but none through its layer"), kfac.capture(model, num_terms=3):
-        wave(model, x).backward()
-    assert_norms_of(model, x)
-    again = gramian.KFACNaturalGradient()
-    with again.capture(model, num_terms=3):
-        wave(model, x).backward()
-    assert set(again.compute_natural_gradient(model)) == {name for name, _ in model.named_parameters()}
 
 
 class Coupled(nn.Module):

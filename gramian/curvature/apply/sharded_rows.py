@@ -190,6 +190,8 @@ def rows_of(
         return None, "EK-FAC's eigenvalues need both sides' eigenvectors at once"
     if spec.kind == "block":
         return None, "an exact block is applied whole"
+    if spec.by_rows and spec.shapes[0][0] != spec.inputs:
+        return None, "its rows are not those of its first axis"
     each = torch.Size(spec.shapes[0][1:]).numel() if spec.layout == "vector" else 1
     counts = [rows * each for rows in _rows(spec.shapes[0][0], exchange.size)]
     counts[-1] += spec.has_bias and spec.layout == "in_out"

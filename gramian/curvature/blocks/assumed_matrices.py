@@ -1,7 +1,12 @@
 """Verify matrices that were assumed from shapes: whether a layer multiplies by them, which is seen in a backward.
 
 A parameter of a layer without a formula (`taps.sites.generic`) may be a matrix or not. Its products with inputs a and output
-gradients g by token are recorded; if Σ g aᵀ is not its gradient it has no factors, but its exact diagonal.
+gradients g by token are recorded; if Σ g aᵀ is not its gradient it has no factors, but its exact diagonal. If there is no
+product at all, it is a table whose rows every sample looks up once: with Y_i [r, c] the gradient of sample i,
+
+    F ≈ diag(1/r) ⊗ (1/N) Σ_i Y_iᵀ Y_i,
+
+K-FAC of an embedding of positions, which is what such parameters mostly are; the trace is exact for any.
 """
 
 from dataclasses import replace
@@ -12,9 +17,10 @@ from torch import Tensor
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block_specs import Spec
 from gramian.linalg.wide import wide
-from gramian.taps.products.parts import owner, view
+from gramian.taps.products.banks import BankPart, MatrixSides
+from gramian.taps.products.parts import owner, part_of, view
+from gramian.taps.products.sides import Sides
 from gramian.taps.records import LayerRecord
-from gramian.taps.sites.site import Sides
 
 ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 """By the narrowest dtype of a layer: largest difference, relative to the gradient, that counts as rounding."""
@@ -30,8 +36,26 @@ def turned(spec: Spec, layout: str) -> Spec:
     return replace(spec, layout="in_out" if layout == "in_out" else "out_in", inputs=inputs, outputs=outputs)
 
 
-def checked(sides: Sides | str) -> Sides:
-    """`sides` of a form that was not assumed; a GramianError if they are a reason against it."""
+def sides_of(spec: Spec, key: str, record: LayerRecord) -> MatrixSides | None:
+    """The inputs and output gradients of a block's matrix, called `key` inside the layer, or why it is none; None: unused."""
+    return row_sides(spec, record) if spec.by_rows else record.sides().get(key)
+
+
+def row_sides(spec: Spec, record: LayerRecord) -> Sides:
+    """The number of each row of a parameter and its gradient, for every sample: B·r·c numbers."""
+    parameter, rows = part_of(spec.parameters[0])
+    gradient = record.gradients[parameter]
+    y_B = gradient.per_sample()
+    y_B = y_B if rows is None else y_B[:, rows]
+    y_BRC = y_B.reshape(gradient.batch, spec.inputs, spec.outputs)
+    index_BR = torch.arange(spec.inputs, device=y_BRC.device).expand(gradient.batch, -1)
+    return Sides(index_BR, y_BRC, positions_BT=torch.full_like(index_BR, -1))
+
+
+def checked(sides: MatrixSides) -> Sides:
+    """`sides` by token of a form that was not assumed; a GramianError if they are a reason against it."""
+    if isinstance(sides, BankPart):
+        return sides.bank.part(sides.number)
     if isinstance(sides, str):
         raise GramianError(
             f"its site has no factors for a matrix that it declares: {sides}; expected inputs and gradients"

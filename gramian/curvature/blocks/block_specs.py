@@ -2,7 +2,9 @@
 
 Kinds of blocks:
 - "kronecker": a weight that maps input tokens to output tokens, with the bias of its layer as one more input; of a parameter
-  that is several matrices (a bank of experts, the groups of a convolution) each has its own;
+  that is several matrices (a bank of experts, the groups of a convolution) each has its own; and a matrix that its layer does
+  not multiply by (positions that are added, a weight that another is computed from), as a table whose rows every sample looks
+  up once;
 - "block": the exact Fisher, from per-sample gradients, of a parameter of at most `SMALL` elements, or that of each row of one
   whose rows are as small (the kernels of a depthwise convolution);
 - "diagonal": the exact diagonal, from per-sample gradients, of any other parameter.
@@ -20,9 +22,10 @@ from gramian.curvature.options import Options
 from gramian.taps.model import user_names
 from gramian.taps.model.find_layers import FoundLayer, discover
 from gramian.taps.products.parts import SMALL, owner, part_shape, renamed
+from gramian.taps.products.replay import CONTRADICTIONS
+from gramian.taps.products.sides import LayerForm
 from gramian.taps.records import LayerRecord
 from gramian.taps.roles import ParameterInfo
-from gramian.taps.sites.site import LayerForm
 
 MOST_ROWS = 2**26
 """Largest number of elements of all exact blocks of the rows of one parameter; one with more has a diagonal."""
@@ -60,6 +63,8 @@ class Spec:
     """For each of `layers`, the name inside it of the weight, or of the part of one; empty: "weight" in all of them."""
     assumed: bool = False
     """True if it follows from shapes alone that its layer multiplies by this matrix, which every refresh then verifies."""
+    by_rows: bool = False
+    """True if its layer does not multiply by it: a table of which every sample looks up each row once."""
 
     @property
     def owners(self) -> tuple[str, ...]:
@@ -79,7 +84,7 @@ class Spec:
     def approximation(self) -> str:
         """The name of this block's approximation in the coverage report: "K-FAC <layer>", "exact block" or "diagonal"."""
         if self.kind == "kronecker":
-            return f"K-FAC {self.name}"
+            return f"K-FAC of the rows of {self.name}" if self.by_rows else f"K-FAC {self.name}"
         return "diagonal" if self.kind == "diagonal" else "exact block" if self.rows == 1 else "exact blocks of rows"
 
     def matrix(self, tensors: dict[str, Tensor]) -> Tensor:
@@ -99,8 +104,9 @@ class Spec:
             weight = other.new_zeros(self.shapes[0])
         if self.layout == "vector":
             return weight.reshape(-1, 1)
-        y = weight.flatten(1)
-        y = y.mT if self.layout in ("in_out", "table") else y
+        turned = self.layout in ("in_out", "table")
+        y = weight.reshape(self.inputs - self.has_bias if turned else self.outputs, -1)
+        y = y.mT if turned else y
         if not self.has_bias:
             return y
         bias = parts[1] if parts[1] is not None else y.new_zeros(self.outputs)
@@ -112,8 +118,7 @@ class Spec:
             return {self.parameters[0]: y_OM.view(self.shapes[0])}
         weight = y_OM[:, :-1] if self.has_bias else y_OM
         weight = weight.mT if self.layout in ("in_out", "table") else weight
-        rows, *rest = self.shapes[0]
-        found = {self.parameters[0]: weight.unflatten(1, rest) if rest else weight.view(rows)}
+        found = {self.parameters[0]: weight.view(self.shapes[0])}
         if self.has_bias:
             found[self.parameters[1]] = y_OM[:, -1].view(self.shapes[1])
         return found
@@ -189,8 +194,6 @@ def _kronecker(
         return "its layers use it as different matrices"
     assumed = any(form.assumed for use in uses for form in use.forms.values())
     seen = observed.get(name) if assumed else None
-    if seen is not None and seen not in LAYOUTS:
-        return seen
     specs: list[Spec] = []
     for key, form in uses[0].forms.items():
         keys = (key, *(next(iter(use.forms)) for use in uses[1:]))
@@ -200,7 +203,7 @@ def _kronecker(
             return "its layers use it as matrices of different shapes"
         if min(main.inputs, main.outputs) < options.min_layer_size:
             return f"narrower than min_layer_size={options.min_layer_size}"
-        main = main if seen is None else stored_as(main, seen)
+        main = stored_as(main, seen) if seen in LAYOUTS else main
         info, weight = parameters[name], renamed(key, lambda _: name)
         bias = uses[0].bias(key, users, parameters) if len(uses) == 1 else None
         both = (weight,) if bias is None else (weight, bias)
@@ -222,7 +225,25 @@ def _kronecker(
                 assumed=assumed,
             )
         )
-    return specs
+    if seen is None or seen in LAYOUTS:
+        return specs
+    tables = [table_of_rows(spec, parameters[name], seen) for spec in specs]
+    return seen if None in tables else [table for table in tables if table is not None]
+
+
+def table_of_rows(spec: Spec, info: ParameterInfo, why: str) -> Spec | None:
+    """The block of an assumed matrix that its layer does not multiply by: a table of the rows as they are stored.
+
+    None if some of its uses are products, several layers use it, or its rows are short enough for exact blocks. `info`: of the
+    whole parameter.
+    """
+    if why in CONTRADICTIONS or len(spec.layers) > 1 or _vector(info.name, info, why).kind != "diagonal":
+        return None
+    columns, rows = spec.inputs - spec.has_bias, spec.outputs
+    if spec.layout in ("in_out", "table"):
+        columns, rows = rows, columns
+    first = {"parameters": spec.parameters[:1], "shapes": spec.shapes[:1], "tables": spec.layers}
+    return replace(spec, layout="table", inputs=rows, outputs=columns, by_rows=True, why=why, **first)  # type: ignore[arg-type]
 
 
 def blocks_by_layer(specs: Mapping[str, Spec]) -> dict[str, dict[str, str]]:

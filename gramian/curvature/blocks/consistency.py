@@ -5,7 +5,7 @@
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +20,8 @@ from gramian.parallel.process_grid import ProcessGrid
 from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.taps.hub import hub_of
 from gramian.taps.model.user_names import named_parameters, unwrap
-from gramian.taps.products.replay import BOTH_WAYS
+from gramian.taps.model.whole_layers import take_known
+from gramian.taps.products.replay import BOTH_WAYS, CONTRADICTIONS, OTHERWISE
 
 
 def check_spec(before: Spec, now: Spec) -> None:
@@ -76,8 +77,16 @@ def check_vector(name: str, vector: Any) -> None:
 
 
 def has_factors(layer: str, specs: Mapping[str, Spec]) -> bool:
-    """True if the layer of this name belongs to a K-FAC block of `specs`."""
-    return any(spec.kind == "kronecker" and layer in spec.layers for spec in specs.values())
+    """True if the layer of this name multiplies by the matrix of a K-FAC block of `specs`, or looks its rows up."""
+    return any(spec.kind == "kronecker" and layer in spec.layers and not spec.by_rows for spec in specs.values())
+
+
+def tap_as(root: nn.Module, specs: Iterable[Spec]) -> bool:
+    """Tap layers as one that were so when blocks with these `specs` were captured; True if some were not known to be."""
+    found = take_known(root, [(layer, name) for spec in specs for layer in spec.layers for name in spec.owners])
+    if found and hub_of(root).live:
+        hub_of(root).retap()
+    return found
 
 
 def unique_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -179,8 +188,9 @@ def _observed(reports: Sequence[Mapping[str, str]]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, seen in [item for report in reports for item in report.items()]:
         before = found.setdefault(name, seen)
-        if before != seen and before in LAYOUTS:
-            found[name] = BOTH_WAYS if seen in LAYOUTS else seen
+        both = {before, seen}
+        if before != seen and both & {*LAYOUTS, *CONTRADICTIONS}:
+            found[name] = BOTH_WAYS if both <= {*LAYOUTS, BOTH_WAYS} else OTHERWISE
     return found
 
 

@@ -29,7 +29,7 @@ from gramian.linalg import Diagonal
 from gramian.linalg import wide as wide_products
 from gramian.linalg.wide import pieces, wide
 from gramian.parallel.exchange import Exchange
-from gramian.taps.sites.site import Sides
+from gramian.taps.products.sides import Sides
 
 FEW = 64
 """Number of tokens that are projected at a time, at least, inside a memory budget."""

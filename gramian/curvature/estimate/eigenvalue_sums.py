@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from gramian.curvature.blocks.assumed_matrices import checked
+from gramian.curvature.blocks.assumed_matrices import checked, sides_of
 from gramian.curvature.blocks.block_specs import Spec, blocks_by_layer, trained_blocks
 from gramian.curvature.blocks.eigenvalue_correction import Basis
 from gramian.curvature.estimate.eigenbasis_sums import EigenbasisSums, EKFACUse, HeadTokens, sample_weights
@@ -19,9 +19,9 @@ from gramian.curvature.estimate.refresh_pass import RefreshPass, SumsOfOneCaptur
 from gramian.curvature.estimate.token_moments import StoragePolicy
 from gramian.curvature.estimate.token_selection import TokenSelection
 from gramian.linalg.wide import pieces
+from gramian.taps.products.sides import Sides
 from gramian.taps.records import LayerRecord, ParameterRecord
 from gramian.taps.roles import Needs, ParameterInfo
-from gramian.taps.sites.site import Sides
 
 
 @dataclass
@@ -60,9 +60,12 @@ class EigenvalueSums(SumsOfOneCapture):
         if record.layer == self.head and self.coefficient.due:
             self._check_coefficient(record)
         names = trained_blocks(self._by_layer, self.specs, record)
-        found = record.sides() if names else {}
-        for key, name in [(key, name) for key, name in names.items() if key in found]:
-            spec, sides = self.specs[name], checked(found[key])
+        for key, name in names.items():
+            spec = self.specs[name]
+            found = sides_of(spec, key, record)
+            if found is None:
+                continue
+            sides = checked(found)
             if self.exact_head and record.layer == self.head:
                 self._add_head(sums[name], sides, record)
                 continue

@@ -25,6 +25,7 @@ from gramian.parallel.exchange import Exchange
 from gramian.parallel.tensor_parallel import SampleAssignment, TensorParallel
 from gramian.taps.capture import Capture, check_arguments
 from gramian.taps.model.user_names import is_compiled, unwrap
+from gramian.taps.model.whole_layers import whole_classes
 from gramian.taps.records import PassInfo
 
 ONE_BACKWARD = "capture: got a second backward; expected cap.next(num_terms=...) before each further one's forward"
@@ -75,10 +76,9 @@ class KFACCapture(Capture):
 
         `finish` is called at its end and makes factors from the sums. `estimate` is "empirical" or "mc", for the record.
         """
-        outside = remainder is not None and any(spec.kind != "kronecker" for spec in remainder.specs.values())
         super().__init__(
             model,
-            *((kronecker, remainder) if outside and remainder is not None else (kronecker,)),
+            *self._needed(kronecker, remainder),
             loss_reduction=loss.loss_reduction,
             batch_size=loss.batch_size,
             token_weights=loss.token_weights,
@@ -103,8 +103,35 @@ class KFACCapture(Capture):
         self._next: tuple[float | None, Tensor | None, Tensor | None] | None = None
         self._announcements = 0
         self._counted: dict[int, int] = {}
+        self._whole = whole_classes(self._hub.root_module)
         self._started_samples = 0
         self.next(num_terms=loss.num_terms, token_weights=loss.token_weights, sample_ids=loss.sample_ids)
+
+    @staticmethod
+    def _needed(kronecker: KroneckerSums | EigenvalueSums, remainder: RemainderSums | None) -> list[Any]:
+        """The statistics of the capture: without the second one if all blocks are K-FAC's."""
+        outside = remainder is not None and any(spec.kind != "kronecker" for spec in remainder.specs.values())
+        return [kronecker, remainder] if outside else [kronecker]
+
+    def _take_whole_layers(self) -> None:
+        """Begin anew with the blocks of a model some of whose layers a proof has just found to be tapped as one.
+
+        A GramianError is raised if blocks have sums of earlier passes, or factors of earlier refreshes.
+        """
+        root, state, now = self._hub.root_module, self._curvature, whole_classes(self._hub.root_module)
+        if now == self._whole:
+            return
+        new = ", ".join(sorted(kind.__name__ for kind in now - self._whole))
+        if self._started_samples or not isinstance(self.kronecker, KroneckerSums):
+            raise GramianError(
+                f"{new}: uses weights of its children in this forward, and did not in those before; expected the same in "
+                "every forward of a refresh"
+            )
+        state.specs = self.kronecker.specs = state.checked_specs(root)
+        if self.remainder is not None:
+            self.remainder.specs = state.specs_without_assumptions(root)
+        self.statistics, self._whole = self._needed(self.kronecker, self.remainder), now
+        self._sums = [statistic.start(self._hub.parameters) for statistic in self.statistics]
 
     @property
     def passes(self) -> int:
@@ -178,6 +205,7 @@ class KFACCapture(Capture):
         """
         if self._next is None:
             raise GramianError(ONE_BACKWARD)
+        self._take_whole_layers()
         terms, weights, ids = self._next
         if weights is not None and (weights.dim() != 2 or weights.shape[0] != batch):
             raise GramianError(f"token_weights: expected shape [{batch}, T], got {list(weights.shape)}")

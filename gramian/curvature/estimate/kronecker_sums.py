@@ -14,24 +14,25 @@ import torch
 from torch import Tensor
 
 from gramian.core.errors import GramianError
-from gramian.curvature.blocks.assumed_matrices import Totals, checked, turned
-from gramian.curvature.blocks.block_specs import LAYOUTS, Spec, blocks_by_layer, trained_blocks
+from gramian.curvature.blocks.assumed_matrices import Totals, checked, row_sides, sides_of, turned
+from gramian.curvature.blocks.block_specs import LAYOUTS, Spec, blocks_by_layer, table_of_rows, trained_blocks
 from gramian.curvature.estimate.eigenbasis_sums import EKFACUse, HeadTokens
 from gramian.curvature.estimate.ekfac_sums import EKFACSamples
 from gramian.curvature.estimate.likelihood import Likelihood, Softmax
 from gramian.curvature.estimate.loss_checks import CoefficientCheck, check_softmax
 from gramian.curvature.estimate.refresh_pass import RefreshPass, SumsOfOneCapture
-from gramian.curvature.estimate.token_moments import Products, StoragePolicy, TokenMoment, Tokens
+from gramian.curvature.estimate.token_moments import Products, StoragePolicy, TokenMoment, Tokens, add_groups
 from gramian.curvature.estimate.token_selection import ChosenTokens, TokenSelection
 from gramian.curvature.memory.curvature_plan import Keeps
 from gramian.curvature.memory.memory_budget import keeps_of
 from gramian.curvature.options import Options
 from gramian.linalg import WIDEST_DENSE
 from gramian.linalg.wide import wide
-from gramian.taps.products.replay import BOTH_WAYS
+from gramian.taps.products.banks import BankPart, MatrixSides
+from gramian.taps.products.replay import BOTH_WAYS, OTHERWISE
+from gramian.taps.products.sides import Sides
 from gramian.taps.records import LayerRecord
 from gramian.taps.roles import Needs, ParameterInfo
-from gramian.taps.sites.site import Sides
 
 
 @dataclass
@@ -89,6 +90,7 @@ class KroneckerSums(SumsOfOneCapture):
     """{parameter of an assumed form: the layout that was seen in this refresh, or why it is not a matrix}."""
     _by_layer: dict[str, dict[str, str]] = field(default_factory=dict)
     """{layer: {name of a weight, or part of one, inside it: its block}}."""
+    _parameters: Mapping[str, ParameterInfo] = field(default_factory=dict)
     _keeps: Keeps | None = None
     _products: Products = field(default_factory=Products)
     _last_rows: dict[Any, tuple[Tensor, Tokens]] = field(default_factory=dict)
@@ -100,7 +102,7 @@ class KroneckerSums(SumsOfOneCapture):
     def start(self, parameters: Mapping[str, ParameterInfo]) -> dict[str, BlockSums]:
         """{K-FAC block: empty `BlockSums`}, at the start of a capture."""
         kronecker = {name: spec for name, spec in self.specs.items() if spec.kind == "kronecker"}
-        self._by_layer = blocks_by_layer(kronecker)
+        self._by_layer, self._parameters = blocks_by_layer(kronecker), parameters
         return {name: BlockSums() for name in kronecker}
 
     def update(self, sums: dict[str, BlockSums], record: LayerRecord) -> None:
@@ -110,31 +112,82 @@ class KroneckerSums(SumsOfOneCapture):
             return
         if self.find_head is not None:
             self.head, self.find_head = self.find_head(), None
-        found, totals = record.sides(), Totals(record)
+        totals, parts = Totals(record), dict[str, BankPart]()
         for key, name in names.items():
-            sides = self._verified(self.specs[name], found[key], totals) if key in found else None
-            if sides is not None and sides.gradients_BTO.shape[1]:
+            sides = self._sides(key, name, record, totals)
+            if isinstance(sides, BankPart):
+                parts[name] = sides
+            elif sides is not None and sides.gradients_BTO.shape[1]:
                 self._add(sums[name], self.specs[name], sides, record)
+        if parts and self._adds_at_once(parts, record):
+            self._add_bank(sums, parts, record)
+            return
+        for name, part in parts.items():
+            self._add(sums[name], self.specs[name], checked(part), record)
 
-    def _verified(self, spec: Spec, sides: Sides | str, totals: Totals) -> Sides | None:
+    def _adds_at_once(self, parts: Mapping[str, BankPart], record: LayerRecord) -> bool:
+        """True if the rows of a bank can be added for all of its matrices at once: every row counts, by itself."""
+        self._keeps = self._keeps or keeps_of(self.specs, self.options, self.head, self.exact_head)
+        info = record.info
+        assert isinstance(info, RefreshPass)
+        rows = self.options.weight_sharing == "expand" and not self.stores_samples and not info.other_weights
+        limits = {limit for name in parts for limit in (self._keeps[name].A.limit, self._keeps[name].G.limit)}
+        return rows and limits == {None}
+
+    def _add_bank(self, sums: dict[str, BlockSums], parts: Mapping[str, BankPart], record: LayerRecord) -> None:
+        """Add the rows of one call to the sums of the matrices of a bank that have some."""
+        assert self._keeps is not None and isinstance(record.info, RefreshPass)
+        bank, weights_K = self.selection.of_bank(next(iter(parts.values())).bank, record.info)
+        inputs, gradients, spans = list[TokenMoment](), list[TokenMoment](), list[tuple[int, int]]()
+        for name, part in parts.items():
+            begin, end = bank.span(part.number)
+            if begin == end:  # all of its tokens have the weight 0
+                continue
+            spans.append((begin, end))
+            spec, keeps, block = self.specs[name], self._keeps[name], sums[name]
+            block.inputs = block.inputs or TokenMoment(spec.inputs, keeps.A)
+            block.gradients = block.gradients or TokenMoment(spec.outputs, keeps.G)
+            inputs.append(block.inputs)
+            gradients.append(block.gradients)
+        add_groups(inputs, bank.inputs_RI, bank.order_K, spans, weights_K)
+        inverse_K = None if weights_K is None else 1.0 / weights_K
+        add_groups(gradients, bank.gradients_RO, bank.order_K, spans, inverse_K, record.info.scale)
+
+    def _sides(self, key: str, name: str, record: LayerRecord, totals: Totals) -> Sides | BankPart | None:
+        """The verified tokens of one call with a block, which is a table of rows from now on if no token multiplies it."""
+        spec = self.specs[name]
+        found = sides_of(spec, key, record)
+        if found is None or spec.by_rows:
+            return None if found is None else checked(found)
+        sides = self._verified(spec, found, totals)
+        why = self.observed.get(spec.owners[0])
+        table = None if why is None or why in LAYOUTS else table_of_rows(spec, self._parameters[spec.owners[0]], why)
+        if table is None:
+            return sides
+        self.specs[name], self._keeps = table, None
+        return row_sides(table, record)
+
+    def _verified(self, spec: Spec, sides: MatrixSides, totals: Totals) -> Sides | BankPart | None:
         """`sides`, if they are those of the block's matrix; None, with the reason in `observed`, for an assumed one if not.
 
         The sum Σ g aᵀ of recorded products is compared with the gradient of their parameter. 2·T·o·m FLOPs.
         """
         if not spec.assumed:
-            return checked(sides)
+            return checked(sides) if isinstance(sides, str) else sides
         parameter = spec.owners[0]
-        if self.observed.get(parameter, LAYOUTS[0]) not in LAYOUTS:
+        before = self.observed.get(parameter)
+        if before is not None and before not in LAYOUTS:
             return None
         if isinstance(sides, str):
             if totals.any(parameter):  # else no data has reached it, and nothing was seen
-                self.observed[parameter] = sides
+                self.observed[parameter] = sides if before is None else OTHERWISE
             return None
         layout, why = sides.layout or spec.layout, BOTH_WAYS
         if self.observed.setdefault(parameter, layout) == layout:
             if layout != spec.layout:
                 self.specs[spec.name], self._keeps = turned(spec, layout), None
-            why = totals.other_than(self.specs[spec.name], sides) if sides.recorded else ""
+            why = totals.other_than(self.specs[spec.name], checked(sides)) if sides.recorded else ""
+            why = OTHERWISE if why and before is not None else why
         if why:
             self.observed[parameter] = why
         return None if why else sides
@@ -154,6 +207,11 @@ class KroneckerSums(SumsOfOneCapture):
         if not is_table and sides.positions_BT is None:
             self.selection.find_ignored(sides, info)
         self.selection.note_padding(sides, info, record.layer)
+        if is_table and is_head and self.exact_head:
+            raise GramianError(
+                f"head: {record.layer!r} does not multiply by its weight, so its outputs have no exact Fisher here; expected "
+                'fisher_type="mc" and kfac_true_fisher_head=False'
+            )
         if is_table:
             self._add_table(block, spec, sides, info, record, keeps.table)
             return

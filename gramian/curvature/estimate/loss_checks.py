@@ -20,7 +20,7 @@ from gramian.curvature.estimate.token_moments import Tokens
 from gramian.curvature.estimate.token_selection import ChosenTokens
 from gramian.linalg.wide import pieces, wide
 from gramian.parallel.tensor_parallel import TensorParallel
-from gramian.taps.sites.site import Sides
+from gramian.taps.products.sides import Sides
 
 MOST_TOKENS = 64
 """Largest number of tokens from which the coefficient of a loss term is measured."""

@@ -7,6 +7,7 @@ limit selects the `limit` tokens with the smallest random keys (a key follows fr
 does not depend on the order in which tokens arrive.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gramian.core.dtypes import wide_dtype
+from gramian.kernels.sums.ragged_products import ragged_products
 from gramian.linalg.factors.stored import MatrixSource
 from gramian.linalg.wide import wide, wide_moments, wide_square
 
@@ -146,6 +148,15 @@ class TokenMoment:
         else:
             waiting, self.chunks = self.chunks, []
             self._add_product([*waiting, tokens], products)
+
+    def add_product(self, product: Tensor, first_N: Tensor, weight: float | Tensor, seen: int) -> None:
+        """Add Σ w x xᵀ, Σ w x and Σ w of `seen` tokens x of weights w to the matrix, and all rows that are stored so far."""
+        self.seen, self.weight = self.seen + seen, self.weight + weight
+        waiting, self.chunks = self.chunks, []
+        if waiting:
+            self._add_product(waiting, Products())
+        self.matrix = product if self.matrix is None else self.matrix + product
+        self.first_N = first_N if self.first_N is None else self.first_N + first_N
 
     def _keep_rows(self, tokens: Tokens) -> None:
         if tokens.borrowed:
@@ -285,6 +296,49 @@ class WeightedColumns(MatrixSource):
                 if self._bias:
                     into_Cn[:, width] = roots_C
             at += chunk.rows_TN.shape[0]
+
+
+def add_groups(
+    moments: Sequence[TokenMoment],
+    rows_RN: Tensor,
+    order_K: Tensor,
+    spans: Sequence[tuple[int, int]],
+    weights_K: Tensor | None,
+    scale: float | Tensor = 1.0,
+) -> None:
+    """Add rows of several matrices at once: to moment i the rows `order_K[begin:end]` of span i, which is not empty.
+
+    `weights_K`: weights of the rows in that order; None: all are 1. Every row is multiplied by `scale`. Moments must take no
+    subset of tokens (`StoragePolicy.limit`). Rows that are stored are views of one copy; those that are summed make one product
+    over ragged segments (`kernels.sums.ragged_products`), 2·K·N² FLOPs.
+    """
+    summed, stored = list[int](), list[int]()
+    for i, (moment, (begin, end)) in enumerate(zip(moments, spans, strict=True)):
+        crosses = moment.matrix is not None or moment.seen + end - begin > moment.keep.rows_up_to
+        (summed if crosses and not moment.keep.diagonal else stored).append(i)
+    rows_KN = rows_RN[order_K] if stored or weights_K is not None else None
+    for i in stored:
+        assert rows_KN is not None
+        here = slice(*spans[i])
+        weights = None if weights_K is None else weights_K[here]
+        moments[i].add(Tokens(rows_KN[here], weights, None, scale, seen=here.stop - here.start, owned=True), Products())
+    if not summed:
+        return
+    ends = [0, *itertools.accumulate(spans[i][1] - spans[i][0] for i in summed)]
+    offsets = torch.tensor(ends, device=order_K.device)
+    place_S = torch.cat([torch.arange(*spans[i]) for i in summed]).to(order_K.device)
+    left_RN, right_RN, order_S = rows_RN, rows_RN, order_K[place_S]
+    totals: Sequence[float | Tensor] = [float(end - begin) for begin, end in itertools.pairwise(ends)]
+    if weights_K is not None and rows_KN is not None:
+        left_RN, right_RN, order_S = wide(rows_KN) * weights_K[:, None].to(wide_dtype(rows_KN)), rows_KN, place_S
+        totals = [*torch.segment_reduce(weights_K[place_S].double(), "sum", offsets=offsets, axis=0, unsafe=True)]
+    one = torch.ones(1, device=order_K.device)
+    products = ragged_products(left_RN, right_RN, order_S, offsets, one, wide_dtype(rows_RN))
+    firsts = torch.segment_reduce(wide(left_RN[order_S]), "sum", offsets=offsets, axis=0, unsafe=True)
+    if not (isinstance(scale, float) and scale == 1.0):
+        products, firsts = products * scale**2, firsts * scale
+    for number, i in enumerate(summed):
+        moments[i].add_product(products[number], firsts[number], totals[number], spans[i][1] - spans[i][0])
 
 
 def shared_copy(t: Tensor, copies: dict[tuple[int, ...], Tensor]) -> Tensor:

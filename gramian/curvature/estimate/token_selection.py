@@ -19,7 +19,9 @@ from gramian.core.keyed_random import token_keys
 from gramian.curvature.estimate.refresh_pass import RefreshPass
 from gramian.curvature.estimate.token_moments import StoragePolicy, Tokens
 from gramian.linalg.wide import wide
-from gramian.taps.sites.site import Sides
+from gramian.taps.gradients.grouped_rows import BITS
+from gramian.taps.products.banks import BankSides
+from gramian.taps.products.sides import Sides
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,17 @@ class TokenSelection:
         if plain:
             self._chosen[memo] = chosen
         return chosen
+
+    def of_bank(self, bank: BankSides, info: RefreshPass) -> tuple[BankSides, Tensor | None]:
+        """(rows of a bank whose tokens count, their weights w; None: all are 1). With token weights it waits for the device."""
+        if info.token_weights is None:
+            return bank, None
+        weights_BT = info.token_weights.to(bank.owners_K.device).double()
+        tokens_K = bank.owners_K & ((1 << BITS) - 1)
+        weights_K = weights_BT[bank.owners_K >> BITS, tokens_K if weights_BT.shape[1] > 1 else 0]
+        counts_K = weights_K > 0
+        weights_K = weights_K[counts_K]
+        return bank.only(counts_K), None if bool((weights_K == 1).all()) else weights_K
 
     def reduced(self, sides: Sides, info: RefreshPass, layer: str) -> Sides:
         """One token per sample: the mean of its inputs and the sum of its gradients (`weight_sharing="reduce"`)."""

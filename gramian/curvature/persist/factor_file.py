@@ -20,7 +20,7 @@ from gramian.core.durable_files import replacing
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block import Block, Facts
 from gramian.curvature.blocks.block_specs import Spec, find_blocks
-from gramian.curvature.blocks.consistency import check_spec, unique_parameters
+from gramian.curvature.blocks.consistency import check_spec, tap_as, unique_parameters
 from gramian.curvature.blocks.eigenvalue_correction import Basis, Correction
 from gramian.curvature.refresh.build_factors import settle_damping
 from gramian.curvature.refresh.shared_factorisation import SharedFactorisation
@@ -201,6 +201,8 @@ def load(
         raise GramianError(f"state: has schema {saved['schema']!r}; expected {SCHEMA}")
     observed = _observed(saved.get("counters", {}))
     specs = find_blocks(root, state.options, observed) if root is not None else dict(state.specs)
+    if root is not None and not specs.keys() >= set(saved.get("layers", ())) and tap_as(root, _saved_specs(saved)):
+        specs = find_blocks(root, state.options, observed)
     known = root if root is not None else state.model
     device = _device(state, root)
     generator = torch.Generator()
@@ -271,14 +273,8 @@ def _blocks(
     factors = {number: _factor(number, parts, device, exchange) for number, parts in entries.items()}
     blocks: dict[str, Block] = {}
     for name, layer in saved["layers"].items():
-        parts = dict(layer["spec"])
         sides = {side: factors[number] for side, number in layer["sides"].items()}
-        parts["dtype"] = getattr(torch, parts["dtype"])
-        parts["device"] = sides["G"].device
-        for key in ("parameters", "layers", "tables", "keys"):
-            parts[key] = tuple(parts.get(key, ()))
-        parts["shapes"] = tuple(tuple(shape) for shape in parts["shapes"])
-        spec = Spec(**parts)
+        spec = _saved_spec(layer, sides["G"].device)
         if specs and name not in specs and not frozen.issuperset(spec.owners):
             raise GramianError(f"{name}: is in the state, but no trainable layer of the model; expected the same model")
         if name in specs:
@@ -291,6 +287,22 @@ def _blocks(
                 raise GramianError(f"{name}: {side} holds NaN or infinity; expected finite factors")
         blocks[name] = block
     return blocks
+
+
+def _saved_spec(layer: Mapping[str, Any], device: torch.device) -> Spec:
+    parts = dict(layer["spec"])
+    parts["dtype"], parts["device"] = getattr(torch, parts["dtype"]), device
+    for key in ("parameters", "layers", "tables", "keys"):
+        parts[key] = tuple(parts.get(key, ()))
+    parts["shapes"] = tuple(tuple(shape) for shape in parts["shapes"])
+    return Spec(**parts)
+
+
+def _saved_specs(saved: Mapping[str, Any]) -> list[Spec]:
+    try:
+        return [_saved_spec(layer, torch.device("cpu")) for layer in saved["layers"].values()]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return []  # damaged, which is found below
 
 
 def _factor(number: str, parts: Mapping[str, Any], device: torch.device | None, exchange: Exchange | None) -> Factor:

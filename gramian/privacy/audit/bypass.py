@@ -5,7 +5,7 @@ anything is added to `p.grad` of a trained parameter.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gramian.core.errors import GramianError
 from gramian.taps.model.user_names import named_parameters
 from gramian.taps.passes import accumulates
+from gramian.taps.proof.model_outputs import parameters_behind
 
 
 class BypassDetector:
@@ -91,10 +92,8 @@ class OutsideParameters:
 
         Cost: nothing for tensors that need no gradient, else a walk through the graph behind them.
         """
-        for tensor in pytree.tree_leaves(tensors):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                for p in _parameters_behind(tensor):
-                    self._behind[p] = True
+        for p in parameters_behind(t for t in pytree.tree_leaves(tensors) if isinstance(t, Tensor)):
+            self._behind[p] = True
 
     def refuse(self) -> None:
         """Raise a `GramianError` if a parameter outside the engine gets a gradient in the running private backward."""
@@ -123,17 +122,3 @@ class OutsideParameters:
         root = self._root()
         names = {id(q): name for name, q in named_parameters(root)} if root is not None else {}
         return names.get(id(p), f"a parameter of shape {list(p.shape)} outside of the module")
-
-
-def _parameters_behind(tensor: Tensor) -> Iterator[nn.Parameter]:
-    """Yield the parameters that a backward through a tensor would reach, by a walk through its graph."""
-    waiting, seen = [get_gradient_edge(tensor).node], set()
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)  # of a leaf
-        if isinstance(variable, nn.Parameter):
-            yield variable
-        waiting.extend(following for following, _ in node.next_functions if following is not None)

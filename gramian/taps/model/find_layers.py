@@ -10,9 +10,9 @@ from torch.nn.parameter import is_lazy
 from gramian.core.errors import GramianError
 from gramian.taps.model import user_names
 from gramian.taps.model.whole_layers import whole_classes
+from gramian.taps.products.sides import LayerForm
 from gramian.taps.roles import ParameterInfo
 from gramian.taps.sites import Generic, InlineProducts, Site, site_for
-from gramian.taps.sites.site import LayerForm
 
 
 @dataclass(frozen=True)

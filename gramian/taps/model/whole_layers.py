@@ -2,14 +2,17 @@
 
 No tap on the child sees such a use. The layer around it is then tapped as one layer, its children included, and run again
 sample by sample (the generic site), as `nn.MultiheadAttention` always is. Which classes these are is established by a row
-proof: a weight whose gradient the taps do not explain names the layer around it, and the proof is repeated.
+proof: a weight whose gradient the taps do not explain names the layer around it, and the proof is repeated. Where no row is
+attributed (K-FAC), a proof of the sums alone runs if the graph of a forward reaches a weight of a layer that is not called.
 """
 
 import weakref
+from collections.abc import Iterable
 
 from torch import nn
 
 from gramian.taps.model import user_names
+from gramian.taps.sites import site_for
 
 _classes: weakref.WeakKeyDictionary[nn.Module, set[type[nn.Module]]] = weakref.WeakKeyDictionary()
 """{root module: classes of its layers that are tapped as one}; all layers of a class, since they run the same code."""
@@ -36,6 +39,23 @@ def take_whole(root: nn.Module, parameter: str) -> bool:
             return True
         name = name.rpartition(".")[0]
     return False
+
+
+def take_known(root: nn.Module, uses: Iterable[tuple[str, str]]) -> bool:
+    """Tap the layers as one that used a parameter of a child, as saved factors say; True if some were not known to.
+
+    `uses`: (layer, name of a parameter that its tap explained).
+    """
+    known, modules = _classes.setdefault(root, set()), dict(user_names.named_modules(root))
+    before = len(known)
+    for layer, parameter in uses:
+        child = parameter.rpartition(".")[0]
+        if layer in modules and child in modules and child.startswith(f"{layer}.") and layer:
+            listed = isinstance(modules[child], nn.ParameterList | nn.ParameterDict)
+            site = site_for(modules[layer])
+            if not listed and not (site is not None and site.whole):
+                known.add(type(modules[layer]))
+    return len(known) > before
 
 
 def restore(root: nn.Module, classes: frozenset[type[nn.Module]]) -> None:

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from gramian.taps.model.dropout import IN_PYTHON, python_body
 from gramian.taps.products.contractions import Contraction, contraction
 from gramian.taps.products.parts import owner, part_of
+from gramian.taps.products.sides import LayerForm
 from gramian.taps.products.unrolled import CELLS, unrolled
-from gramian.taps.sites.site import LayerForm
 
 Layout = Literal["out_in", "in_out"]
 COPIES = frozenset(

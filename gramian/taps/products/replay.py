@@ -16,10 +16,13 @@ from torch.nn import functional as F
 from gramian.taps.gradients.by_sample import Run, in_a_loop
 from gramian.taps.products.parts import owner
 from gramian.taps.products.recorded_products import MatrixTokens, RecordedProducts
-from gramian.taps.sites.site import LayerForm, Sides
+from gramian.taps.products.sides import LayerForm, Sides
 
 BOTH_WAYS = "its layer multiplies by it and by its transpose"
 NO_PRODUCT = "its layer does not multiply by it"
+OTHERWISE = "its layer multiplies by it, and uses it otherwise"
+CONTRADICTIONS = (BOTH_WAYS, OTHERWISE)
+"""The reasons against a matrix of which some uses are products, so that no one sum has all of its gradients."""
 
 
 def matrix_sides(

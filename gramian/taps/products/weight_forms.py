@@ -9,32 +9,35 @@
 | any other [r, c] | one |
 | any other [E, r, c], 1 < E ≤ r, c | a bank of E (experts) |
 | any other [D, h, d] with a longer first axis | one, [D, h·d] (heads of attention) |
+| any other of more axes (positions [1, T, D], what a weight is computed from) | one, cut nearest to square |
 
 Whether the layer multiplies by them is seen in its first backward. Matrices of at most `SMALL` elements are left to exact
 blocks.
 """
 
 from collections.abc import Iterator
+from math import prod
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
 
 from gramian.taps.products.parts import SMALL, even_parts, part_name
-from gramian.taps.sites.site import LayerForm
+from gramian.taps.products.sides import LayerForm
 
 Named = Iterator[tuple[str, LayerForm]]
 
 
 def forms_of(owner: nn.Module, local: str, p: nn.Parameter) -> dict[str, LayerForm]:
     """{name of the parameter, or of a part of it: form} of the parameter `local` of its own module; empty for a vector."""
-    if not p.is_floating_point() or local.startswith("original") or "bias" in local:
-        return {}  # the first: of parametrizations, which compute what the layer multiplies by
+    if not p.is_floating_point() or "bias" in local:
+        return {}
     return dict(_forms(owner, local, p))
 
 
 def _forms(owner: nn.Module, local: str, p: nn.Parameter) -> Named:
     rows, columns = (p.shape[0], p.numel() // max(p.shape[0], 1)) if p.dim() else (1, 1)
+    computes = local.startswith("original") or (isinstance(owner, _ConvNd) and local != "weight")
     if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and local == "weight":
         yield local, LayerForm("table", rows, columns, None, assumed=True)
     elif isinstance(owner, _ConvNd) and local == "weight":
@@ -57,8 +60,13 @@ def _forms(owner: nn.Module, local: str, p: nn.Parameter) -> Named:
         usual = isinstance(owner, nn.Linear) and type(owner).forward is nn.Linear.forward
         own_bias = "bias" if local == "weight" and usual else None
         yield local, LayerForm("out_in", columns, rows, own_bias, assumed=True)
-    elif p.dim() == 3 and rows > min(p.shape) > 1:
+    elif p.dim() == 3 and rows > min(p.shape) > 1 and not computes:
         yield local, LayerForm("out_in", columns, rows, None, assumed=True)
-    elif p.dim() == 3 and rows > 1 and columns > SMALL and min(p.shape) > 1:
+    elif p.dim() == 3 and rows > 1 and columns > SMALL and min(p.shape) > 1 and not computes:
         for e in range(rows):
             yield part_name(local, e), LayerForm("out_in", p.shape[2], p.shape[1], None, assumed=True)
+    elif p.dim() > 2 and p.numel() > SMALL:
+        cuts = [(prod(p.shape[:axis]), prod(p.shape[axis:])) for axis in range(1, p.dim())]
+        rows, columns = min(cuts, key=sum)
+        if min(rows, columns) > 1:
+            yield local, LayerForm("out_in", columns, rows, None, assumed=True)

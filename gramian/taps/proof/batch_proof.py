@@ -15,11 +15,11 @@ from gramian.taps.model.preserve_state import InitialState
 from gramian.taps.model.whole_layers import restore, take_whole, whole_classes
 from gramian.taps.proof.isolated_runs import undisturbed
 from gramian.taps.proof.output_kinds import OutputKinds, counts_differ
-from gramian.taps.proof.proof_runs import Execute, ProofRuns, Refuted, SecondAxis, refuse
+from gramian.taps.proof.proof_runs import Execute, LayerUses, ProofRuns, Refuted, SecondAxis, refuse
 from gramian.taps.proof.prover import Proven, Prover
 from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.proof.single_unit import SampleAlone
-from gramian.taps.tapped_model import Call, TappedModel
+from gramian.taps.tapped_model import TappedModel
 
 logger = logging.getLogger("gramian.taps")
 
@@ -42,8 +42,8 @@ class BatchProof:
     unexplained: str = ""
     """The parameter whose gradient the taps did not explain in the last failure; "": that was about something else."""
 
-    def calls(self) -> set[Call]:
-        """Run a forward on the batch and return the calls of tapped layers in it (layer, number of earlier calls, rows over B).
+    def calls(self) -> LayerUses:
+        """How a forward on the batch uses its layers.
 
         Raises:
             GramianError: if a tap refuses a layer, or the model fails once one row for all samples is expanded to B rows.
@@ -51,7 +51,7 @@ class BatchProof:
         with undisturbed(self.model.root_module, self.samples.leaves):
             runs = ProofRuns(self.model, self.execute, self.samples, 0)
             try:
-                return set(runs.tapped(runs.everyone).calls)
+                return runs.calls()
             except Refuted as failure:
                 refuse(failure)
 
@@ -121,9 +121,9 @@ class BatchProof:
 
     @property
     def _may_retap(self) -> bool:
-        """True if layers may be tapped as one: no listener needs records of every layer, no process waits for this one."""
-        layers = any(statistic.needs == "layer" for one in self.model.listeners for statistic in one.statistics)
-        return not layers and self.model.lockstep.alone and self.model.tensor_parallel is None
+        """True if layers may be tapped as one: no listener needs records of whole layers, no process waits for this one."""
+        model = self.model
+        return not model.takes_layers and model.lockstep.alone and model.tensor_parallel is None
 
     def _as_before(self, free: dict[str, frozenset[int] | None], whole: frozenset[type]) -> None:
         """Undo what failed attempts assumed of the model's layers."""

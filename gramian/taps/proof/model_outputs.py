@@ -1,9 +1,10 @@
 """The floating-point tensors that a forward returns, or stores in attributes of modules, and their rows per sample."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from gramian.taps.model.python_state import graph_tensors
@@ -33,6 +34,20 @@ def left_in_attributes(root: nn.Module, before: Collection[int], returned: Seque
     """
     known = {*before, *map(id, returned)}
     return {name: t for name, t in graph_tensors(root).items() if id(t) not in known}
+
+
+def parameters_behind(tensors: Iterable[Tensor]) -> Iterator[nn.Parameter]:
+    """Yield the parameters that a backward through some tensors would reach, by a walk through their graph."""
+    waiting, seen = [get_gradient_edge(t).node for t in tensors if t.requires_grad], set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)  # of a leaf
+        if isinstance(variable, nn.Parameter):
+            yield variable
+        waiting.extend(following for following, _ in node.next_functions if following is not None)
 
 
 def rows_of(output: Tensor, samples: SampleArguments) -> int:

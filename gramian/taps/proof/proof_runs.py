@@ -21,11 +21,11 @@ from gramian.parallel.data_parallel import local
 from gramian.taps.model import user_names
 from gramian.taps.model.preserve_state import InitialState
 from gramian.taps.model.python_state import graph_tensors
-from gramian.taps.proof.model_outputs import left_in_attributes, output_tensors, rows_of
+from gramian.taps.proof.model_outputs import left_in_attributes, output_tensors, parameters_behind, rows_of
 from gramian.taps.proof.row_fingerprint import HALF, Fingerprint
 from gramian.taps.proof.row_recorder import Key, Recorder
 from gramian.taps.proof.sample_arguments import SampleArguments
-from gramian.taps.tapped_model import Call, TappedModel
+from gramian.taps.tapped_model import Call, TappedModel, rows_over_batch
 
 Source = Sequence[int] | Tensor
 """Content of a run's batch: the index of the sample in each place [B], or of the token in each place [B, T]."""
@@ -82,6 +82,18 @@ class TappedRun:
                 sides[self.sides[key]] = max(sides[self.sides[key]], fingerprint.largest)
         eps = max((fingerprint.eps for fingerprint in self.rows.values()), default=0.0)
         return 64 * eps * sides["input"] * sides["output gradient"] if eps < HALF else 0.0
+
+
+@dataclass(frozen=True)
+class LayerUses:
+    """How a forward uses the layers of a model."""
+
+    calls: frozenset[Call]
+    """Calls of tapped layers."""
+    rows: frozenset[int]
+    """Rows per sample of what these calls are given or return, as `rows_over_batch` counts them."""
+    past_a_tap: bool
+    """True if outputs depend on a weight of a layer that is not called."""
 
 
 class ProofRuns:
@@ -225,6 +237,25 @@ class ProofRuns:
             return self.tapped(self.everyone)
         finally:
             self._samples, self.cotangents = samples, cotangents
+
+    def calls(self) -> "LayerUses":
+        """How a forward on the batch uses its layers. Raises Refuted as `tapped`."""
+        self._begin()
+        recorder = Recorder(self._seed, self._samples.units, self._model.batch_size)
+        with self._model.recorded_by(recorder) as run, blamed_on(run.expanded):
+            reached = {id(p) for p in parameters_behind(self._results(self._samples.take(self.everyone)))}
+            if self._model.passes.current is not None:
+                self._model.passes.current.closed = True  # it gets no backward
+        called = {name for name, _, _ in run.calls}
+        taps = (tap.parameters.values() for tap in self._model.taps if tap.name in called)
+        called |= {name for names in taps for name in names}
+        known = {id(p): name for name, p in user_names.named_parameters(self._root) if name in self._model.parameters}
+        returned = {rows_over_batch(size, self._samples.batch) for sizes in run.first_axes.values() for size in sizes}
+        return LayerUses(
+            frozenset(run.calls),
+            frozenset(rows for _, _, rows in run.calls) | returned,
+            any(name not in called for place, name in known.items() if place in reached),
+        )
 
     def first_axes(self, samples: Sequence[int]) -> dict[str, list[int]]:
         """{layer: sizes of the first axis of what its calls return} of a forward on these samples; {} if it fails."""

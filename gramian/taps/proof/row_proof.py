@@ -109,18 +109,19 @@ class RowProof:
             elif model.proof_is_due():
                 self.repeat(key, samples, execute)
         elif not tells_apart and not proven_before and key not in self._summed:
-            calls = self._on(samples[0], execute).calls()
+            uses = self._on(samples[0], execute).calls()
+            shown = uses.past_a_tap or 0 in uses.rows
             known = self.model.batch_free
-            if any(rows not in (0, 1) for _, _, rows in calls):
+            if not uses.rows <= {0, 1}:
                 self.model.batch_free = known | self._on(samples[0], execute).batch_free()
             try:
-                if any(rows == 0 for _, _, rows in calls) or self.model.batch_free:
+                if shown or self.model.batch_free:
                     self._prove(key, samples, execute, sums_only=True)
             except GramianError:
                 if self.model.batch_free == known:
                     raise
                 self.model.batch_free = known
-                if any(rows == 0 for _, _, rows in calls):
+                if shown:
                     self._prove(key, samples, execute, sums_only=True)
             self._summed.add(key)
         self._generators = self._generators or Generators(root)
@@ -168,7 +169,7 @@ class RowProof:
         elif tells_apart and self.model.proof_is_due():
             self.repeat(key, samples, execute)
         elif sizes not in self._sizes:
-            calls = self._on(samples[0], execute).calls()
+            calls = self._on(samples[0], execute).calls().calls
             unseen = calls if not tells_apart and key not in self._summed else calls - self.model.proven_calls
             if unseen and (tells_apart or any(rows == 0 for _, _, rows in unseen)):
                 self._prove(key, samples, execute, sums_only=not tells_apart)

@@ -2,6 +2,7 @@
 
 from gramian.taps.sites import (
     attention,
+    channel_norms,
     convolution,
     embedding,
     hugging_face_tables,
@@ -21,6 +22,7 @@ __all__ = [
     "InlineProducts",
     "Site",
     "attention",
+    "channel_norms",
     "convolution",
     "embedding",
     "hugging_face_tables",

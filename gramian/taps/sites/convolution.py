@@ -13,9 +13,11 @@ from gramian.linalg.wide import wide
 from gramian.parallel.tensor_parallel import full_tensor
 from gramian.taps.gradients import Convolved, PerSampleGradient, Summed
 from gramian.taps.gradients.convolved import Geometry
+from gramian.taps.products.contractions import windows
 from gramian.taps.products.parts import SMALL, even_parts, view
+from gramian.taps.products.sides import LayerForm, Sides
 from gramian.taps.sites.linear import autocast
-from gramian.taps.sites.site import LayerForm, Sides, Site, SiteRun, by_sample, first_tensor, trains
+from gramian.taps.sites.site import Site, SiteRun, by_sample, first_tensor, trains
 from gramian.taps.sites.site_registry import register_site
 
 
@@ -76,23 +78,12 @@ class Convolution(Site):
         """For each group: patches [B, positions, channels·kernel size], output gradients [B, positions, O/groups], layer."""
         assert isinstance(module, _ConvNd)
         images, padding = _padded(module, saved[0])
-        patches = F.pad(images, [side for p in reversed(padding) for side in (p, p)]) if any(padding) else images
-        axes = range(2, patches.dim())
-        for axis, size, stride, dilation in zip(axes, module.kernel_size, module.stride, module.dilation, strict=True):
-            patches = patches.unfold(axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
         g_BTO, names = _by_position(by_sample(output_gradients[0], batch)), [*self.forms(module)]
-        parts = zip(names, patches.chunk(module.groups, 1), g_BTO.chunk(module.groups, 2), strict=True)
-        return {name: Sides(_patches(module, x, batch), g, outputs=_outputs(module, name)) for name, x, g in parts}
-
-
-def _patches(module: _ConvNd, windows: Tensor, batch: int) -> Tensor:
-    """Windows [B·K, channels, *positions, *kernel] of K images per sample as patches [B, K·positions, channels·kernel size]."""
-    axes = len(module.kernel_size)
-    width = windows.shape[1] * torch.Size(module.kernel_size).numel()
-    rows = windows.movedim(1, axes + 1).reshape(
-        windows.shape[0], torch.Size(windows.shape[2 : 2 + axes]).numel(), width
-    )
-    return by_sample(rows, batch).flatten(1, 2)
+        found: dict[str, Sides | str] = {}
+        for name, x, g in zip(names, images.chunk(module.groups, 1), g_BTO.chunk(module.groups, 2), strict=True):
+            rows = windows(x, torch.Size(module.kernel_size), module.stride, padding, module.dilation)
+            found[name] = Sides(by_sample(rows, batch).flatten(1, 2), g, outputs=_outputs(module, name))
+        return found
 
 
 def _outputs(module: _ConvNd, weight: str) -> Callable[[Tensor], Tensor]:

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from gramian.core.errors import GramianError
 from gramian.taps.gradients import Indexed, PerSampleGradient
+from gramian.taps.products.sides import LayerForm, Sides
 from gramian.taps.sites.generic import Generic
-from gramian.taps.sites.site import LayerForm, Sides, Site, SiteRun, by_sample, first_tensor, tokens
+from gramian.taps.sites.site import Site, SiteRun, by_sample, first_tensor, tokens
 from gramian.taps.sites.site_registry import register_site
 
 

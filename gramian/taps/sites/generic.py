@@ -28,11 +28,12 @@ from gramian.taps.gradients import ExplicitGradient, PerSampleGradient
 from gramian.taps.gradients.by_sample import gradients_by_sample
 from gramian.taps.products.parts import owner
 from gramian.taps.products.replay import matrix_sides
+from gramian.taps.products.sides import LayerForm, Sides
 from gramian.taps.products.weight_forms import forms_of
 from gramian.taps.sites.batch_layout import Layout, batch_of_one, merged, single, split
 from gramian.taps.sites.borrowed import Borrowed, BuffersBefore, own_parameters
 from gramian.taps.sites.dropout_masks import RecordedMasks, RepeatedMasks
-from gramian.taps.sites.site import LayerForm, Sides, Site, SiteRun, observed
+from gramian.taps.sites.site import Site, SiteRun, observed
 from gramian.taps.sites.weight_hooks import WithHookedWeights, weight_hooks
 
 REPRODUCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from gramian.taps.gradients import PerSampleGradient
+from gramian.taps.products.sides import Sides
 from gramian.taps.sites.embedding import Embedding
-from gramian.taps.sites.site import Sides, SiteRun, first_tensor
+from gramian.taps.sites.site import SiteRun, first_tensor
 from gramian.taps.sites.site_registry import register_site
 
 

@@ -11,7 +11,8 @@ from gramian.core.errors import GramianError
 from gramian.linalg.wide import wide
 from gramian.parallel.tensor_parallel import full_tensor
 from gramian.taps.gradients import Outer, PerSampleGradient, Summed
-from gramian.taps.sites.site import LayerForm, Sides, Site, SiteRun, first_tensor, tokens, trains
+from gramian.taps.products.sides import LayerForm, Sides
+from gramian.taps.sites.site import Site, SiteRun, first_tensor, tokens, trains
 from gramian.taps.sites.site_registry import register_site
 
 

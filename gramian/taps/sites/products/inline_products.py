@@ -19,13 +19,16 @@ from torch.utils import _pytree as pytree
 from gramian.taps.gradients import PerSampleGradient
 from gramian.taps.model import user_names
 from gramian.taps.model.dropout import python_body
+from gramian.taps.products.banks import MatrixSides
 from gramian.taps.products.parts import owner
+from gramian.taps.products.sides import LayerForm
 from gramian.taps.sites.borrowed import own_parameters
 from gramian.taps.sites.generic import Generic
 from gramian.taps.sites.products.row_owners import RowOwners
-from gramian.taps.sites.products.weight_use import UseLayout, find_uses, save
+from gramian.taps.sites.products.use_layout import UseLayout, save
+from gramian.taps.sites.products.weight_use import find_uses
 from gramian.taps.sites.products.weight_views import UnknownUse, WeightViews
-from gramian.taps.sites.site import INLINE, LayerForm, Sides, Site
+from gramian.taps.sites.site import INLINE, Site
 
 Observe = Callable[[Tensor, list[Tensor], UseLayout], Tensor]
 """Function (y, saved tensors, layout) that puts an observer behind the result y of a product or sum."""
@@ -56,7 +59,7 @@ class InlineProducts(Site):
 
     def matrix_sides(
         self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
-    ) -> dict[str, Sides | str]:
+    ) -> dict[str, MatrixSides]:
         """Inputs and output gradients of the matrices of one product's weight, whose `UseLayout` is `extra`."""
         keys = [key for key in self.forms(module) if owner(key) == extra.view.name]
         return {} if not keys else extra.matrix_sides(keys, saved, output_gradients[0], batch)

@@ -1,19 +1,13 @@
-"""One product or sum of rows in which a layer uses a weight, and the weight's per-sample gradients from it."""
+"""The products and sums of rows in which a layer uses a weight, found in the calls of functions of torch."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from gramian.taps.gradients import GroupedOuter, GroupedRows, GroupedSum, Outer, PerSampleGradient, Summed
-from gramian.taps.gradients.grouped_rows import BITS
-from gramian.taps.products.parts import part_of
-from gramian.taps.sites.products.row_owners import Owners, on_device
 from gramian.taps.sites.products.weight_views import UnknownUse, WeightView
-from gramian.taps.sites.site import Sides
 
 LINEAR = frozenset(["linear"])
 PRODUCTS = frozenset(["matmul", "__matmul__", "mm", "bmm"])
@@ -98,131 +92,3 @@ def _groups(view: WeightView, rows: torch.Size, device: torch.device) -> Tensor:
     if index.dim() == 1 and (not rows or rows[0] != len(index)):
         raise UnknownUse("matrices of a stack beside other rows")
     return index.reshape(-1, *[1] * (len(rows) - 1)).expand(rows) if index.dim() else index.expand(rows)
-
-
-@dataclass(frozen=True)
-class UseLayout:
-    """What is needed in the backward of a use beside its saved tensors."""
-
-    view: WeightView
-    form: str
-    out_first: bool
-    columns: bool
-    has_groups: bool
-    tokens: int
-    """Number of rows per sample, 0 if not known: samples may have different numbers."""
-    in_place: bool
-    """True if the weight was added in place, so that the observer must be put there in place, too."""
-    order: str
-    """"samples": the rows of a sample next to each other; "tokens": the first rows of all samples next to each other, then
-    the second; "owners": as the saved owners say."""
-
-    def matrix_sides(self, keys: Iterable[str], saved: list[Tensor], g: Tensor, batch: int) -> dict[str, Sides | str]:
-        """Inputs and output gradients by token of each matrix of the weight, from what `save` returned and g.
-
-        `keys`: names of the weight, or of its parts. Waits for the device where samples have different numbers
-        of rows.
-        """
-        saved = list(saved)
-        groups = saved.pop() if self.has_groups else None
-        owners = saved.pop() if self.order == "owners" else None
-        if self.form != "product":
-            return dict.fromkeys(keys, "its layer adds it to rows, or scales them with it")
-        g_RO, a_RI = ((t.squeeze(-1) if self.columns else t).flatten(0, -2) for t in (g, saved[0]))
-        layout: Literal["out_in", "in_out"] = "out_in" if self.out_first else "in_out"
-        found: dict[str, Sides | str] = {}
-        for key in keys:
-            rows = part_of(key)[1]
-            if isinstance(rows, int):
-                assert owners is not None and groups is not None
-                found[key] = _ragged(a_RI, g_RO, owners, groups == rows, batch, layout)
-                continue
-            here = slice(0, None) if rows is None else rows
-            width = a_RI.shape[-1] if layout == "in_out" else g_RO.shape[-1]
-            stop = self.view.shape[0] if here.stop is None else here.stop
-            end = self.view.first + width
-            if here.start >= end or stop <= self.view.first:
-                continue
-            if groups is not None or here.start < self.view.first or stop > end:
-                found[key] = "a product of its layer is with some of its rows"
-                continue
-            part = slice(here.start - self.view.first, stop - self.view.first)
-            a, g_part = (a_RI[:, part], g_RO) if layout == "in_out" else (a_RI, g_RO[:, part])
-            if owners is not None:
-                found[key] = _ragged(a, g_part, owners, torch.ones_like(owners, dtype=torch.bool), batch, layout)
-            else:
-                found[key] = Sides(self._by_sample(a, batch), self._by_sample(g_part, batch), layout=layout)
-        return found
-
-    def gradient(self, saved: list[Tensor], g: Tensor, batch: int) -> PerSampleGradient:
-        """The per-sample gradients of the weight, of its shape, from what `save` returned and the output gradient g."""
-        saved = list(saved)
-        groups = saved.pop() if self.has_groups else None
-        owners = saved.pop() if self.order == "owners" else None
-        left = (g.squeeze(-1) if self.columns else g).flatten(0, -2)
-        first, shape = self.view.first, self.view.shape
-        right: Tensor | None = None
-        if self.form == "product":
-            x = saved[0].squeeze(-1) if self.columns else saved[0]
-            right = x.flatten(0, -2)
-        elif self.form == "scale":
-            left = left * saved[0].flatten(0, -2)
-        if first or (self.out_first and left.shape[-1] != shape[-2 if right is not None else -1]):
-            left = F.pad(left, (first, shape[0] - first - left.shape[-1]))
-        if right is not None and not self.out_first:
-            left, right = right, left
-        if owners is None and groups is None:
-            left = self._by_sample(left, batch)
-            return (
-                Summed(left, shape) if right is None else Outer(left, self._by_sample(right, batch), not self.out_first)
-            )
-        assert owners is not None
-        rows = GroupedRows(owners, groups, batch, 1 if groups is None else shape[0])
-        if right is None:
-            return GroupedSum(left, rows, shape)
-        return GroupedOuter(left, right, rows, shape, input_left=not self.out_first)
-
-    def _by_sample(self, rows: Tensor, batch: int) -> Tensor:
-        if self.order == "samples":
-            return rows.reshape(batch, self.tokens, rows.shape[-1])
-        return rows.reshape(self.tokens, batch, rows.shape[-1]).transpose(0, 1)
-
-
-def _ragged(
-    a_RI: Tensor, g_RO: Tensor, owners_R: Tensor, mask_R: Tensor, batch: int, layout: Literal["out_in", "in_out"]
-) -> Sides:
-    """The masked rows as tokens [B, T, ·], T the most that a sample has, with their positions; the others do not count."""
-    mask_R = mask_R & (owners_R >= 0) & (owners_R < batch << BITS)
-    rows_K = mask_R.nonzero()[:, 0]
-    rows_K = rows_K[owners_R[rows_K].argsort(stable=True)]
-    samples_K, positions_K = owners_R[rows_K] >> BITS, owners_R[rows_K] & ((1 << BITS) - 1)
-    counts_B = torch.bincount(samples_K, minlength=batch)
-    place_K = torch.arange(len(rows_K), device=rows_K.device) - (counts_B.cumsum(0) - counts_B)[samples_K]
-    tokens = int(counts_B.max()) if len(rows_K) else 0
-
-    def padded(rows: Tensor) -> Tensor:
-        return rows.new_zeros(batch, tokens, *rows.shape[1:]).index_put((samples_K, place_K), rows)
-
-    counted_BT = padded(torch.ones_like(samples_K, dtype=torch.bool))
-    full = None if bool(counted_BT.all()) else counted_BT
-    return Sides(padded(a_RI[rows_K]), padded(g_RO[rows_K]), full, positions_BT=padded(positions_K), layout=layout)
-
-
-def save(use: WeightUse, y: Tensor, owners: Owners, batch: int) -> tuple[list[Tensor], UseLayout]:
-    """The tensors to save of a use for its backward, and how to read them; y is its result."""
-    rows = owners.rows[..., 0] if use.columns else owners.rows
-    saved = [] if use.form == "sum" else [use.x.to(y.dtype)]  # as autocast cast it
-    order, tokens = "owners", 0
-    if owners.fixed and rows.numel() and rows.numel() % batch == 0 and use.groups is None:
-        samples, tokens = rows.flatten() >> BITS, rows.numel() // batch
-        if torch.equal(samples, torch.arange(batch).repeat_interleave(tokens)):
-            order = "samples"
-        elif torch.equal(samples, torch.arange(batch).repeat(tokens)):
-            order = "tokens"
-    if order == "owners":
-        saved.append(on_device(rows, use.x.device).flatten())
-    if use.groups is not None:
-        saved.append(use.groups.flatten())
-    return saved, UseLayout(
-        use.view, use.form, use.out_first, use.columns, use.groups is not None, tokens, y is use.x, order
-    )
