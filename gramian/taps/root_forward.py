@@ -100,7 +100,10 @@ class RootForward:
     def _run(self, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         forward = partial(self._forward, tap, module, plain)
         batch = self._samples_of(args, kwargs)
-        if self._model.proof_run is not None or in_backward() or batch < 2 or self._model.trusts_shapes:
+        if self._model.proof_run is not None or in_backward():
+            return forward(args, kwargs)
+        if batch < 2 or self._model.trusts_shapes:
+            self._model.layouts = {}
             return forward(args, kwargs)
         sharded = isinstance(module, FSDPModule)
         if sharded:
@@ -129,6 +132,7 @@ class RootForward:
         Raises:
             GramianError: if the proof fails, or arguments cannot be passed through a graph.
         """
+        self._model.layouts = {}
         if self._model.live and first.shape[0] > 1:
             self._prove_compiled(first.shape[0], read_arguments)
         return self._model.open_pass(first)

@@ -6,8 +6,8 @@ that it does not have samples.
 """
 
 import logging
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from gramian.core.errors import GramianError
@@ -17,9 +17,10 @@ from gramian.taps.proof.isolated_runs import undisturbed
 from gramian.taps.proof.output_kinds import OutputKinds, counts_differ
 from gramian.taps.proof.proof_runs import Execute, ProofRuns, Refuted, SecondAxis, refuse
 from gramian.taps.proof.prover import Proven, Prover
+from gramian.taps.proof.sample_axes import SampleAxes
 from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.proof.single_unit import SampleAlone
-from gramian.taps.tapped_model import Call, TappedModel
+from gramian.taps.tapped_model import Call, Layouts, TappedModel
 
 logger = logging.getLogger("gramian.taps")
 
@@ -39,8 +40,10 @@ class BatchProof:
     seed: Callable[[], int]
     """Function that returns a seed for the next proof."""
     collate_alone: CollateAlone = lambda samples, among: []
-    unexplained: str = ""
-    """The parameter whose gradient the taps did not explain in the last failure; "": that was about something else."""
+    failure: Exception | None = None
+    """Why the last attempt failed, for all outputs or for some that have rows of samples; None: it did not."""
+    _reasons: dict[type, str] = field(default_factory=dict)
+    """{class of layers that are tapped as one: why}, as the log has it."""
 
     def calls(self) -> set[Call]:
         """Run a forward on the batch and return the calls of tapped layers in it (layer, number of earlier calls, rows over B).
@@ -54,6 +57,18 @@ class BatchProof:
                 return set(runs.tapped(runs.everyone).calls)
             except Refuted as failure:
                 refuse(failure)
+
+    def refuse_compiled(self) -> None:
+        """Raise GramianError where samples on other axes than the first cannot be followed in a compiled graph. One forward."""
+        layouts, samples = self.model.layouts, self.samples
+        with undisturbed(self.model.root_module, samples.leaves):
+            sizes = ProofRuns(self.model, self.execute, samples, 0).first_axes(range(samples.batch))
+        for layer, calls in layouts.items():
+            if len(set(calls)) > 1 or 1 in sizes.get(layer, ()):
+                raise GramianError(
+                    f"{layer}: has its samples on another axis than the first, behind one of size 1 or not in every call, which "
+                    "a compiled graph cannot follow; expected eager mode for this model"
+                )
 
     def batch_free(self, ones: bool = False) -> dict[str, frozenset[int] | None]:
         """{layer: numbers of calls that return as many rows in a forward with one more sample, but not one; None: all}.
@@ -70,64 +85,129 @@ class BatchProof:
         found: dict[str, frozenset[int] | None] = {}
         for name, sizes in here.items():
             pairs = enumerate(zip(sizes, there.get(name, []), strict=False))
-            calls = frozenset(number for number, (size, other) in pairs if size == other and (ones or size != 1))
+            moved = {number for number, call in enumerate(self.model.layouts.get(name, ())) if call.moved}
+            calls = frozenset(n for n, (size, other) in pairs if n not in moved and size == other and (ones or size != 1))
             found |= {name: calls if len(calls) < len(sizes) else None} if calls else {}
         return found
 
-    def prove(self, *, sums_only: bool = False) -> Proven | None:
-        """Prove the batch; if that fails, again with what the failure says about the model's layers (arguments as in `once`).
+    def layouts(self) -> Layouts:
+        """Where the samples lie in the calls of layers that have them elsewhere than on axis 0; 2⌈log₂ B⌉ + 1 runs.
 
-        Layers that use a child's weight without calling the child are tapped as one (`whole_layers`); results without a batch
-        axis carry a copy for each sample (`batch_free`).
+        {} if the model fails in one of them, or all samples are equal. A layer of products whose calls differ goes on with its
+        fallback.
+        """
+        model, samples = self.model, replace(self.samples, units=None)
+        axes = SampleAxes(samples.batch, 0)
+        with undisturbed(model.root_module, samples.leaves):
+            prover = Prover(model, self.execute, samples, seed=self.seed())
+            try:
+                model.watcher = axes
+                prover.watched(axes)
+            except Exception:  # the user's code may not run so, which the proof itself reports
+                return {}
+            finally:
+                model.watcher = None
+        found = axes.found()
+        for tap in model.taps:
+            if tap.products is not None and len(set(found.get(tap.name, ()))) > 1:
+                tap.products, tap.site = None, tap.products.fallback
+        return found
+
+    def prove(self, *, sums_only: bool = False) -> Proven | None:
+        """Prove the batch; if that fails, again with what is then found out about the model's layers (arguments as in `once`).
+
+        Samples that lie elsewhere than on axis 0 are looked for (`sample_axes`), at once if a module has batch_first=False.
+        Layers that use a child's weight without calling the child are tapped as one (`whole_layers`), and so are, at last, those
+        around a layer that is refused. Results without a batch axis carry a copy for each sample (`batch_free`).
 
         Raises:
-            GramianError: of the first attempt, if nothing is known of such layers, or the last attempt fails, too.
+            GramianError: of the first attempt, if the last one fails, too.
         """
         model, root = self.model, self.model.root_module
-        free, whole = model.batch_free, whole_classes(root)
-        failure: GramianError | None = None
-        kinds = iter((False, True))
+        before, failure, best = self._assumed(), None, None
+        remedies = self._remedies(sums_only)
+        if not sums_only and not model.layouts and any(getattr(m, "batch_first", True) is False for m in root.modules()):
+            model.layouts = self.layouts()
         while True:
-            fallbacks = model.fallbacks
+            fallbacks, found = model.fallbacks, None
             try:
                 found = self.once(sums_only=sums_only)
-                for kind in whole_classes(root) - whole:
-                    logger.warning(
-                        "%s: uses weights of its children without calling them; run again sample by sample, as one layer",
-                        kind.__name__,
-                    )
-                return found
+                if found is None or not self.failure:
+                    best = None
+                    break
+                if best is None or len(found.open_outputs) < len(best[0].open_outputs):
+                    best = found, self._assumed()
             except GramianError as error:
                 if model.fallbacks != fallbacks:
                     continue
+                self.failure = error
                 failure = failure or error
             except Exception:  # the user's code may not run on copies, and is then refused as without them
                 if (
                     model.fallbacks != fallbacks
                 ):  # a layer began anew, and its first start saved tensors in a checkpoint
                     continue
-                if failure is None:
+                if failure is None and best is None:
                     raise
-            if self.unexplained and self._may_retap and take_whole(root, self.unexplained):
-                model.retap()
+            if not next(remedies, False):
+                break
+        if found is None or self.failure:
+            self._assume(*(before if best is None else best[1]))
+            found = None if best is None else best[0]
+        for kind in whole_classes(root) - before[1]:
+            logger.warning("%s: %s; run again sample by sample, as one layer", kind.__name__, self._reasons.get(kind, ""))
+        if failure is not None and found is None:
+            raise failure
+        return found
+
+    def _remedies(self, sums_only: bool) -> Iterator[bool]:
+        """Assume something else of the model's layers, one after the other; True each time, when the proof is to be repeated."""
+        model, free = self.model, self.model.batch_free
+        while True:
+            known = model.layouts
+            model.layouts = known if sums_only else self.layouts()
+            if model.layouts != known:
+                yield True
+            if getattr(self.failure, "parameter", "") and self._take_whole():
+                yield True
                 continue
-            on_rows = failure.__cause__ is not None  # the user's code failed where one row became a row for each sample
-            free_of = (self.batch_free(one) for one in kinds if on_rows or not one)
-            without = next((found for found in free_of if found and found != model.batch_free), None)
-            if without is None:
-                self._as_before(free, whole)
-                raise failure
-            model.batch_free = free | without
+            for ones in (False, True):
+                if ones and getattr(self.failure, "__cause__", None) is None:
+                    continue  # only if the user's code failed where one row became a row for each sample
+                without = self.batch_free(ones)
+                if without and without != model.batch_free:
+                    model.batch_free = free | without
+                    yield True
+            if not self._take_whole():
+                return
+            model.batch_free = free
+            yield True
 
-    @property
-    def _may_retap(self) -> bool:
-        """True if layers may be tapped as one: no listener needs records of every layer, no process waits for this one."""
-        layers = any(statistic.needs == "layer" for one in self.model.listeners for statistic in one.statistics)
-        return not layers and self.model.lockstep.alone and self.model.tensor_parallel is None
+    def _take_whole(self) -> bool:
+        """Tap the next layer around the parameter or layer of the last failure as one; False if none is left or may be taken.
 
-    def _as_before(self, free: dict[str, frozenset[int] | None], whole: frozenset[type]) -> None:
-        """Undo what failed attempts assumed of the model's layers."""
-        self.model.batch_free = free
+        None may be if a listener needs records of every layer, or if a process waits for this one.
+        """
+        model, root = self.model, self.model.root_module
+        layers = any(statistic.needs == "layer" for one in model.listeners for statistic in one.statistics)
+        parameter, layer = (getattr(self.failure, name, "") for name in ("parameter", "layer"))
+        known = whole_classes(root)
+        if layers or not model.lockstep.alone or model.tensor_parallel is not None or not (parameter or layer):
+            return False
+        if not take_whole(root, parameter or layer):
+            return False
+        model.retap()
+        why = "uses weights of its children without calling them" if parameter else f"has a layer inside that is refused by itself ({layer})"
+        self._reasons |= dict.fromkeys(whole_classes(root) - known, why)
+        return True
+
+    def _assumed(self) -> tuple[dict[str, frozenset[int] | None], frozenset[type], Layouts]:
+        """What is assumed of the model's layers: calls without a batch axis, layers tapped as one, and where samples lie."""
+        return self.model.batch_free, whole_classes(self.model.root_module), self.model.layouts
+
+    def _assume(self, free: dict[str, frozenset[int] | None], whole: frozenset[type], layouts: Layouts) -> None:
+        """Assume of the model's layers what `_assumed` has returned."""
+        self.model.batch_free, self.model.layouts = free, layouts
         if whole_classes(self.model.root_module) != whole:
             restore(self.model.root_module, whole)
             self.model.retap()
@@ -144,7 +224,7 @@ class BatchProof:
         Raises:
             GramianError: if the proof fails under every assumption about these axes.
         """
-        samples, self.unexplained = self.samples, ""
+        samples, self.failure = self.samples, None
         with undisturbed(self.model.root_module, samples.leaves):
             beginning = InitialState(self.model.root_module, samples.leaves)
             first = self._prover(samples, beginning)
@@ -171,7 +251,6 @@ class BatchProof:
                         best, read = replace(found, fixed=fixed), other
                 if best is None:
                     assert failure is not None
-                    self.unexplained = failure.parameter
                     refuse(failure)
                 return best if sums_only else self._of_units(best, read, beginning)
             except GramianError:
@@ -231,6 +310,7 @@ class BatchProof:
                 found, reasons = self._rows_alone(prover, outputs)
                 if found is None:
                     raise
+                self.failure = error
             else:
                 failure = error
         reasons |= outputs.odd

@@ -24,6 +24,7 @@ from gramian.taps.proof.model_outputs import left_in_attributes, output_tensors,
 from gramian.taps.proof.row_fingerprint import HALF, Fingerprint
 from gramian.taps.proof.row_recorder import Key, Recorder
 from gramian.taps.proof.sample_arguments import SampleArguments
+from gramian.taps.tap import LayerRefused
 from gramian.taps.tapped_model import Call, TappedModel
 
 Source = Sequence[int] | Tensor
@@ -41,15 +42,15 @@ Execute = Callable[[Any], Any]
 class Refuted(Exception):  # noqa: N818
     """Raised if a run of a row proof shows that rows cannot be attributed to samples; names the layer and what differs."""
 
-    def __init__(self, message: str, parameter: str = "") -> None:
-        """Store the message, and the parameter whose gradient the taps do not explain; "": it is about something else."""
+    def __init__(self, message: str, parameter: str = "", layer: str = "") -> None:
+        """Store the message, and the parameter whose gradient the taps do not explain, or the layer that is refused, or ""."""
         super().__init__(message)
-        self.parameter = parameter
+        self.parameter, self.layer = parameter, layer
 
 
 def refuse(failure: Refuted) -> NoReturn:
     """Raise GramianError, the error that users get, with the message of a failed proof."""
-    raise GramianError(str(failure)) from failure.__cause__
+    raise LayerRefused(str(failure), failure.layer, failure.parameter) from failure.__cause__
 
 
 @dataclass
@@ -311,7 +312,8 @@ def blamed_on(expanded: set[str]) -> Iterator[None]:
             raise
         raise Refuted(
             f"{', '.join(sorted(expanded))}: returns one row for all samples, and the code behind it fails once that row "
-            f"stands for each of them ({type(error).__name__}); expected code that broadcasts the row over the batch"
+            f"stands for each of them ({type(error).__name__}); expected code that broadcasts the row over the batch",
+            layer=min(expanded),
         ) from error
 
 
