@@ -74,8 +74,8 @@ def run_layer(
         output = output.expand(batch, *output.shape)
         saved, extra = tap.site.copied(saved, extra, batch)
     if isinstance(output, Tensor):
-        rows = output.shape[0] if output.dim() and not free else 0
-        if rows == 1 and layouts is None:
+        rows = output.shape[0] if output.dim() and not free and layouts is None else 0
+        if rows == 1:
             output = _expanded(model, tap, output)
         if not (output.requires_grad or model.rule.withholds):
             return output
@@ -89,7 +89,7 @@ def run_layer(
 
 
 def _arranged(tap: Tap, saved: list[Tensor], output: Any, layouts: CallLayouts | None, batch: int) -> Any:
-    """Saved tensors and output as a clipping plan reads them: where samples are not on axis 0, as if they were, without data."""
+    """Saved tensors and output as a clipping plan reads them: with samples on axis 0; where they are not, without data."""
     assert tap.site is not None
     if layouts is None or not tap.site.compiles:
         return saved, output
@@ -144,7 +144,7 @@ def _run_inline(
         return run_layer(model, tap, module, plain, args, kwargs)
     model.watch(tap)
     if not in_backward():
-        rows = rows_over_batch(tensors, [], batch, layouts)
+        rows = rows_over_batch(tensors, [], batch, layouts, model.tells_sizes_apart)
         calls += [(name, 0, rows) for name in trained]
     return output
 

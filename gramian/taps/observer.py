@@ -186,5 +186,6 @@ def open_use(
     layouts = model.layouts_of(tap)
     ordinal = pass_.ordinals[tap.name] = pass_.ordinals.get(tap.name, -1) + 1
     calls = model.calls if model.proof_run is None else model.proof_run.calls
-    calls.append((tap.name, ordinal, rows_over_batch(saved, outputs, pass_.batch, layouts)))
+    rows = rows_over_batch(saved, outputs, pass_.batch, layouts, model.tells_sizes_apart)
+    calls.append((tap.name, ordinal, rows))
     return TapUse(model, tap, pass_, extra, inside_backward=False, ordinal=ordinal, layouts=layouts)

@@ -195,7 +195,7 @@ class PassBook:
         return batches.pop()
 
     def layouts_of_second_run(self, layer: str) -> dict[str, tuple[CallLayouts, ...]]:
-        """`Pass.layouts` of the forward that a checkpoint recomputes in the backward; `layer`, which it runs, is named in errors.
+        """`Pass.layouts` of the forward that a checkpoint recomputes in the backward; errors name `layer`, which it runs.
 
         Raises:
             GramianError: if forwards with different ones are open and the backward has reached none of them yet.

@@ -183,6 +183,14 @@ class TappedModel:
         return any(listener.per_sample and listener.proof != "off" for listener in self.listeners)
 
     @property
+    def tells_sizes_apart(self) -> bool:
+        """True if calls in which tokens are as many as samples count as others (`rows_over_batch`): not under FSDP2.
+
+        There one process alone could not prove them; such batches are a structure of their own on all (`batch_structure`).
+        """
+        return self.per_sample and self.lockstep.alone
+
+    @property
     def takes_layers(self) -> bool:
         """True if a statistic of a listener receives records of whole layers (`Health`), not of parameters or products."""
         found = [statistic for one in self._outside or self.listeners for statistic in one.statistics]
@@ -314,25 +322,31 @@ class TappedModel:
 
 
 def rows_over_batch(
-    saved: Sequence[Tensor], outputs: Sequence[Tensor], batch: int, layouts: CallLayouts | None = None
+    saved: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    batch: int,
+    layouts: CallLayouts | None = None,
+    alike: bool = False,
 ) -> int:
     """Rows per sample of a layer's call: 0 for one row shared by all samples, −rows if `rows` is not a multiple of `batch`.
 
-    `rows` is the size of the first axis of the first of the saved tensors and outputs that has axes. With `layouts`, those of
-    the first output on the axis of its samples, as a negative number if the first axis could have them as well. (Without
-    outputs, of the first saved tensor.)
+    `rows` is the size of the first axis of the first of the saved tensors and outputs that has axes. With `layouts`, that of
+    the first output on the axis of its samples (without outputs, of the first saved tensor), or 0 if this is no multiple.
+
+    `alike`: a call of which another axis has the same size (tokens as many as samples) has a number of its own for each size,
+    because its shape does not show which of the two has the samples.
     """
-    if layouts is not None and batch:
-        known = layouts.outputs if outputs else layouts.inputs
-        axis = next((one.axis for one in known if one is not None), None) or 0
-        shape = (*outputs, *saved)[0].shape
-        rows = shape[axis] // batch if axis < len(shape) and shape[axis] % batch == 0 else 0
-        return rows if shape and shape[0] % batch else -rows
-    first = next((t for t in (*saved, *outputs) if t.dim()), None)
-    rows = 0 if first is None else first.shape[0]
-    if rows == 1 and batch != 1:
+    known = () if layouts is None else layouts.outputs if outputs else layouts.inputs
+    axis = next((one.axis for one in known if one is not None and one.axis is not None), 0)
+    tensors = (*saved, *outputs) if layouts is None else (*outputs, *saved)
+    shape = next((t.shape for t in tensors if t.dim()), torch.Size([0]))
+    rows = shape[axis] if axis < len(shape) else 0
+    if layouts is None and rows == 1 and batch != 1:
         return 0
-    return rows // batch if batch and rows % batch == 0 else -rows
+    if not batch or rows % batch:
+        return -rows if layouts is None else 0
+    same = alike and batch > 1 and any(shape[i] == rows for i in range(len(shape) - 1) if i != axis)
+    return rows // batch + (rows << 32 if same else 0)
 
 
 def refuse_unseen(calls: Sequence[Call]) -> None:

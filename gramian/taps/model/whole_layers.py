@@ -30,7 +30,11 @@ def take_whole(root: nn.Module, name: str) -> bool:
     known = _classes.setdefault(root, set())
     modules = dict(user_names.named_modules(root))
     p = dict(user_names.named_parameters(root)).get(name)
-    inside = [layer for layer, m in modules.items() if any(p is own for own in m._parameters.values())] if p is not None else []
+    inside = (
+        [layer for layer, m in modules.items() if any(p is own for own in m._parameters.values())]
+        if p is not None
+        else []
+    )
     while inside := [layer.rpartition(".")[0] for layer in inside or [name] if layer]:
         for layer in reversed(inside):
             kind = type(modules.get(layer, nn.ModuleList()))

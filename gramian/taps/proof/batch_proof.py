@@ -6,21 +6,21 @@ that it does not have samples.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 from gramian.core.errors import GramianError
 from gramian.taps.model.preserve_state import InitialState
-from gramian.taps.model.whole_layers import restore, take_whole, whole_classes
+from gramian.taps.model.whole_layers import whole_classes
 from gramian.taps.proof.isolated_runs import undisturbed
 from gramian.taps.proof.output_kinds import OutputKinds, counts_differ
 from gramian.taps.proof.proof_runs import Execute, ProofRuns, Refuted, SecondAxis, refuse
 from gramian.taps.proof.prover import Proven, Prover
-from gramian.taps.proof.sample_axes import SampleAxes
+from gramian.taps.proof.remedies.layer_assumptions import LayerAssumptions
 from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.proof.single_unit import SampleAlone
-from gramian.taps.tapped_model import Call, Layouts, TappedModel
+from gramian.taps.tapped_model import Call, TappedModel
 
 logger = logging.getLogger("gramian.taps")
 
@@ -40,10 +40,11 @@ class BatchProof:
     seed: Callable[[], int]
     """Function that returns a seed for the next proof."""
     collate_alone: CollateAlone = lambda samples, among: []
-    failure: Exception | None = None
-    """Why the last attempt failed, for all outputs or for some that have rows of samples; None: it did not."""
-    _reasons: dict[type, str] = field(default_factory=dict)
-    """{class of layers that are tapped as one: why}, as the log has it."""
+
+    @cached_property
+    def layers(self) -> LayerAssumptions:
+        """What is assumed of the model's layers."""
+        return LayerAssumptions(self.model, self.execute, self.samples, self.seed)
 
     def calls(self) -> set[Call]:
         """Run a forward on the batch and return the calls of tapped layers in it (layer, number of earlier calls, rows over B).
@@ -58,159 +59,44 @@ class BatchProof:
             except Refuted as failure:
                 refuse(failure)
 
-    def refuse_compiled(self) -> None:
-        """Raise GramianError where samples on other axes than the first cannot be followed in a compiled graph. One forward."""
-        layouts, samples = self.model.layouts, self.samples
-        with undisturbed(self.model.root_module, samples.leaves):
-            sizes = ProofRuns(self.model, self.execute, samples, 0).first_axes(range(samples.batch))
-        for layer, calls in layouts.items():
-            if len(set(calls)) > 1 or 1 in sizes.get(layer, ()):
-                raise GramianError(
-                    f"{layer}: has its samples on another axis than the first, behind one of size 1 or not in every call, which "
-                    "a compiled graph cannot follow; expected eager mode for this model"
-                )
-
-    def batch_free(self, ones: bool = False) -> dict[str, frozenset[int] | None]:
-        """{layer: numbers of calls that return as many rows in a forward with one more sample, but not one; None: all}.
-
-        `ones`: calls that return one row count as well, which otherwise stands for all samples. Two forwards;
-        {} if one of them fails, rows are grouped, or other processes gather weights in every run.
-        """
-        batch = self.samples.batch
-        if self.model.batch_size is not None or self.samples.units is not None or not self.model.lockstep.alone:
-            return {}
-        with undisturbed(self.model.root_module, self.samples.leaves):
-            runs = ProofRuns(self.model, self.execute, self.samples, 0)
-            here, there = runs.first_axes(range(batch)), runs.first_axes([*range(batch), 0])
-        found: dict[str, frozenset[int] | None] = {}
-        for name, sizes in here.items():
-            pairs = enumerate(zip(sizes, there.get(name, []), strict=False))
-            moved = {number for number, call in enumerate(self.model.layouts.get(name, ())) if call.moved}
-            calls = frozenset(n for n, (size, other) in pairs if n not in moved and size == other and (ones or size != 1))
-            found |= {name: calls if len(calls) < len(sizes) else None} if calls else {}
-        return found
-
-    def layouts(self) -> Layouts:
-        """Where the samples lie in the calls of layers that have them elsewhere than on axis 0; 2⌈log₂ B⌉ + 1 runs.
-
-        {} if the model fails in one of them, or all samples are equal. A layer of products whose calls differ goes on with its
-        fallback.
-        """
-        model, samples = self.model, replace(self.samples, units=None)
-        axes = SampleAxes(samples.batch, 0)
-        with undisturbed(model.root_module, samples.leaves):
-            prover = Prover(model, self.execute, samples, seed=self.seed())
-            try:
-                model.watcher = axes
-                prover.watched(axes)
-            except Exception:  # the user's code may not run so, which the proof itself reports
-                return {}
-            finally:
-                model.watcher = None
-        found = axes.found()
-        for tap in model.taps:
-            if tap.products is not None and len(set(found.get(tap.name, ()))) > 1:
-                tap.products, tap.site = None, tap.products.fallback
-        return found
-
     def prove(self, *, sums_only: bool = False) -> Proven | None:
         """Prove the batch; if that fails, again with what is then found out about the model's layers (arguments as in `once`).
 
-        Samples that lie elsewhere than on axis 0 are looked for (`sample_axes`), at once if a module has batch_first=False.
-        Layers that use a child's weight without calling the child are tapped as one (`whole_layers`), and so are, at last, those
-        around a layer that is refused. Results without a batch axis carry a copy for each sample (`batch_free`).
+        What that is: `remedies.layer_assumptions`. If some outputs are proven, and nothing proves more, these are the result.
 
         Raises:
             GramianError: of the first attempt, if the last one fails, too.
         """
-        model, root = self.model, self.model.root_module
-        before, failure, best = self._assumed(), None, None
-        remedies = self._remedies(sums_only)
-        if not sums_only and not model.layouts and any(getattr(m, "batch_first", True) is False for m in root.modules()):
-            model.layouts = self.layouts()
+        model, layers, failure, best = self.model, self.layers, None, None
+        before, remedies = layers.present, layers.remedies(sums_only)
+        if not sums_only:
+            layers.begin()
         while True:
             fallbacks, found = model.fallbacks, None
             try:
                 found = self.once(sums_only=sums_only)
-                if found is None or not self.failure:
-                    best = None
+                if found is None or not layers.failure or not found.open_outputs:
+                    best = None if found is None else (found, layers.present)
                     break
                 if best is None or len(found.open_outputs) < len(best[0].open_outputs):
-                    best = found, self._assumed()
+                    best = found, layers.present
             except GramianError as error:
                 if model.fallbacks != fallbacks:
                     continue
-                self.failure = error
-                failure = failure or error
+                layers.failure, failure = error, failure or error
             except Exception:  # the user's code may not run on copies, and is then refused as without them
-                if (
-                    model.fallbacks != fallbacks
-                ):  # a layer began anew, and its first start saved tensors in a checkpoint
-                    continue
+                if model.fallbacks != fallbacks:
+                    continue  # a layer began anew, and its first start saved tensors in a checkpoint
                 if failure is None and best is None:
                     raise
             if not next(remedies, False):
                 break
-        if found is None or self.failure:
-            self._assume(*(before if best is None else best[1]))
-            found = None if best is None else best[0]
-        for kind in whole_classes(root) - before[1]:
-            logger.warning("%s: %s; run again sample by sample, as one layer", kind.__name__, self._reasons.get(kind, ""))
-        if failure is not None and found is None:
+        layers.assume(before if best is None else best[1])
+        for kind in whole_classes(model.root_module) - before[1]:
+            logger.warning("%s: %s; run again sample by sample, as one layer", kind.__name__, layers.reasons[kind])
+        if best is None and failure is not None:
             raise failure
-        return found
-
-    def _remedies(self, sums_only: bool) -> Iterator[bool]:
-        """Assume something else of the model's layers, one after the other; True each time, when the proof is to be repeated."""
-        model, free = self.model, self.model.batch_free
-        while True:
-            known = model.layouts
-            model.layouts = known if sums_only else self.layouts()
-            if model.layouts != known:
-                yield True
-            if getattr(self.failure, "parameter", "") and self._take_whole():
-                yield True
-                continue
-            for ones in (False, True):
-                if ones and getattr(self.failure, "__cause__", None) is None:
-                    continue  # only if the user's code failed where one row became a row for each sample
-                without = self.batch_free(ones)
-                if without and without != model.batch_free:
-                    model.batch_free = free | without
-                    yield True
-            if not self._take_whole():
-                return
-            model.batch_free = free
-            yield True
-
-    def _take_whole(self) -> bool:
-        """Tap the next layer around the parameter or layer of the last failure as one; False if none is left or may be taken.
-
-        None may be if a listener needs records of every layer, or if a process waits for this one.
-        """
-        model, root = self.model, self.model.root_module
-        layers = any(statistic.needs == "layer" for one in model.listeners for statistic in one.statistics)
-        parameter, layer = (getattr(self.failure, name, "") for name in ("parameter", "layer"))
-        known = whole_classes(root)
-        if layers or not model.lockstep.alone or model.tensor_parallel is not None or not (parameter or layer):
-            return False
-        if not take_whole(root, parameter or layer):
-            return False
-        model.retap()
-        why = "uses weights of its children without calling them" if parameter else f"has a layer inside that is refused by itself ({layer})"
-        self._reasons |= dict.fromkeys(whole_classes(root) - known, why)
-        return True
-
-    def _assumed(self) -> tuple[dict[str, frozenset[int] | None], frozenset[type], Layouts]:
-        """What is assumed of the model's layers: calls without a batch axis, layers tapped as one, and where samples lie."""
-        return self.model.batch_free, whole_classes(self.model.root_module), self.model.layouts
-
-    def _assume(self, free: dict[str, frozenset[int] | None], whole: frozenset[type], layouts: Layouts) -> None:
-        """Assume of the model's layers what `_assumed` has returned."""
-        self.model.batch_free, self.model.layouts = free, layouts
-        if whole_classes(self.model.root_module) != whole:
-            restore(self.model.root_module, whole)
-            self.model.retap()
+        return None if best is None else best[0]
 
     def once(self, *, sums_only: bool = False) -> Proven | None:
         """Prove the batch as its layers are tapped; if some output fails and an axis may have size B by chance, without it.
@@ -224,7 +110,7 @@ class BatchProof:
         Raises:
             GramianError: if the proof fails under every assumption about these axes.
         """
-        samples, self.failure = self.samples, None
+        samples, self.layers.failure = self.samples, None
         with undisturbed(self.model.root_module, samples.leaves):
             beginning = InitialState(self.model.root_module, samples.leaves)
             first = self._prover(samples, beginning)
@@ -310,7 +196,7 @@ class BatchProof:
                 found, reasons = self._rows_alone(prover, outputs)
                 if found is None:
                     raise
-                self.failure = error
+                self.layers.failure = error
             else:
                 failure = error
         reasons |= outputs.odd

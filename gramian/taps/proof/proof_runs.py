@@ -25,7 +25,7 @@ from gramian.taps.proof.row_fingerprint import HALF, Fingerprint
 from gramian.taps.proof.row_recorder import Key, Recorder
 from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.tap import LayerRefused
-from gramian.taps.tapped_model import Call, TappedModel
+from gramian.taps.tapped_model import Call, Layouts, TappedModel
 
 Source = Sequence[int] | Tensor
 """Content of a run's batch: the index of the sample in each place [B], or of the token in each place [B, T]."""
@@ -134,6 +134,11 @@ class ProofRuns:
     def everyone(self) -> range:
         """The batch as it is, as the `Source` of a run: sample i is in place i."""
         return range(self._samples.batch)
+
+    @property
+    def layouts(self) -> Layouts:
+        """Where the samples lie in layers that have them elsewhere than on axis 0, as the runs assume."""
+        return self._model.layouts
 
     @property
     def on_gpu(self) -> bool:

@@ -25,8 +25,8 @@ from gramian.taps.model.preserve_state import InitialState
 from gramian.taps.proof.carried_state import changed, refuse_attribute, refuse_buffers
 from gramian.taps.proof.evaluation_mode import evaluating
 from gramian.taps.proof.proof_runs import Execute, ProofRuns, Refuted, SecondAxis, Source, TappedRun
+from gramian.taps.proof.remedies.sample_axes import SampleAxes
 from gramian.taps.proof.row_comparison import EQUAL, RowComparison
-from gramian.taps.proof.sample_axes import SampleAxes
 from gramian.taps.proof.sample_arguments import SampleArguments, donors
 from gramian.taps.proof.single_unit import FindAlone, UnitAlone, compare_alone, fits_alone
 from gramian.taps.sites.generic import REPRODUCES
@@ -58,6 +58,8 @@ class Proven:
     """True if rows of samples that were not replaced were equal bit for bit in all runs."""
     silent: frozenset[Call] = frozenset()
     """Calls of layers whose output gradient was zero in this proof, so that nothing was shown about them."""
+    moved: tuple[str, ...] = ()
+    """Layers that have their samples elsewhere than on axis 0."""
     partition: tuple[int, ...] | None = None
     """The unit of each row, if rows of one unit depend on each other, so that only this grouping is proven; None: any is."""
     unpadded: tuple[Any, ...] | None = None
@@ -154,6 +156,7 @@ class Prover:
             unpadded=self._unpadded(lone),
             stateful=bool(base.buffers or base.remembered),
             exact=self._compare.exact,
+            moved=tuple(sorted(self.runs.layouts)),
             silent=frozenset(call for call in base.calls if call[:2] not in loud),
         )
 

@@ -54,7 +54,7 @@ class RowProof:
     proven: dict[Any, Proven] = field(default_factory=dict)
     """{structure of a batch (see `batch_structure`): result of its proof}."""
     layouts: dict[Any, Layouts] = field(default_factory=dict)
-    """{structure of a batch: where the samples lie in layers that have them elsewhere than on axis 0}, as its proof has found."""
+    """{structure of a batch: where the samples lie in layers that have them elsewhere than on axis 0}, as proven."""
     open_batches: int = 0
     """Number of batches whose samples were all equal, on which nothing could be shown."""
     lone: CollateAlone = no_loader
@@ -113,7 +113,7 @@ class RowProof:
             calls = self._on(samples[0], execute).calls()
             known = self.model.batch_free
             if any(rows not in (0, 1) for _, _, rows in calls):
-                self.model.batch_free = known | self._on(samples[0], execute).batch_free()
+                self.model.batch_free = known | self._on(samples[0], execute).layers.batch_free()
             try:
                 if any(rows == 0 for _, _, rows in calls) or self.model.batch_free:
                     self._prove(key, samples, execute, sums_only=True)
@@ -174,7 +174,7 @@ class RowProof:
                 self._prove(key, samples, execute, sums_only=not tells_apart)
             self._summed.add(key)
         if self.model.layouts and sizes not in self._sizes:
-            self._on(samples[0], execute).refuse_compiled()
+            self._on(samples[0], execute).layers.refuse_compiled()
         for layer in self.model.batch_free:
             raise GramianError(
                 f"{layer}: returns no batch axis, which a compiled graph cannot give one; expected eager mode for this model"

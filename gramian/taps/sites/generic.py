@@ -12,7 +12,7 @@ Under FSDP2 the layer runs again on weights that are gathered for the backward a
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,58 +32,12 @@ from gramian.taps.products.weight_forms import forms_of
 from gramian.taps.sites.batch_layout import COPIES, FIRST, SHARED, CallLayouts, Layout, merged, split
 from gramian.taps.sites.borrowed import Borrowed, BuffersBefore, own_parameters
 from gramian.taps.sites.dropout_masks import RecordedMasks, RepeatedMasks
+from gramian.taps.sites.repeated_call import Call
 from gramian.taps.sites.site import LayerForm, Sides, Site, SiteRun, observed
 from gramian.taps.sites.weight_hooks import WithHookedWeights, weight_hooks
 
 REPRODUCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """By dtype: largest relative difference between the outputs of two runs on the same samples that counts as rounding."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """What is needed to run one call of a layer again: flattened arguments without their tensors, and the autocast state."""
-
-    forward: Callable[..., Any]
-    leaves: list[Any]
-    """Flattened arguments, None in place of tensors."""
-    places: list[int]
-    """Indices into `leaves` at which the tensors belong."""
-    names: list[str]
-    """Name of the argument that each leaf belongs to: the keyword, or the position as text."""
-    spec: Any
-    observed: list[int]
-    """Indices of the flattened outputs whose gradients are observed."""
-    output_rows: list[int]
-    """Number of rows of each observed output; one row is shared by all samples."""
-    autocast: tuple[str, torch.dtype, bool]
-    buffers: list[str]
-    """Names, inside the layer, of the buffers whose values before the call were saved."""
-    copies: bool = False
-    """True if outputs have no batch axis, and gradients those of a copy for each sample."""
-    layouts: CallLayouts | None = None
-    """Where the samples lie, as a row proof has found; None: as the site assumes."""
-
-    def of_one(self, batch: int) -> "Call":
-        """The call with sizes of one sample in the place of those of the batch: 1 for B, a shape [k·B, …] as [k, …]."""
-
-        def own(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Size):
-                fits = bool(leaf) and leaf[0] % batch == 0
-                return torch.Size((leaf[0] // batch, *leaf[1:])) if fits else leaf
-            return 1 if type(leaf) is int and leaf == batch else leaf
-
-        return replace(self, leaves=[own(leaf) for leaf in self.leaves])
-
-    def again(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Call the layer's forward with `tensors` in place of the original tensors; returns the observed outputs."""
-        leaves = list(self.leaves)
-        for place, value in zip(self.places, tensors, strict=True):
-            leaves[place] = value
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        device, dtype, enabled = self.autocast
-        with torch.autocast(device, dtype=dtype, enabled=enabled):
-            outputs = pytree.tree_leaves(self.forward(*args, **kwargs))
-        return [outputs[i] for i in self.observed]
 
 
 class Generic(Site):
@@ -160,9 +114,9 @@ class Generic(Site):
         before = BuffersBefore(module, bool(weight_hooks(module)))
         output, masks = self.first_run(module, forward, args, kwargs)
         buffers = before.needed()
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        arguments = [str(i) for i, value in enumerate(args) for _ in pytree.tree_leaves(value)]
-        arguments += [name for name, value in kwargs.items() for _ in pytree.tree_leaves(value)]
+        leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=_is_shape)
+        arguments = [str(i) for i, value in enumerate(args) for _ in pytree.tree_leaves(value, is_leaf=_is_shape)]
+        arguments += [name for name, value in kwargs.items() for _ in pytree.tree_leaves(value, is_leaf=_is_shape)]
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         outputs = pytree.tree_leaves(output)
         seen = observed(outputs, withheld=hasattr(forward, "plain"))
@@ -370,6 +324,10 @@ def _filled(inputs: list[Tensor], likely: Layout, batch: int) -> list[Layout]:
         axes = [axis for axis, size in enumerate(x.shape) if size == batch]
         found.append(likely if likely.axis in axes else Layout(axes[0]) if len(axes) == 1 else SHARED)
     return found
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, torch.Size)
 
 
 def _digest(y: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """On which axis of each layer's tensors the samples lie, as runs with replaced samples show.
 
 A layer may have them on axis 1 (`batch_first=False`, models that compute in [T, B, D]) or next to each other in other ways. For
-every axis with k·B rows, and both orders of them, a tensor is split into B parts. Where the samples lie as assumed, the part of
-a sample that stays does not change when others are replaced. Nothing that is found here is trusted: with these layouts the batch
-is proven from the beginning (`Prover`), as with any others.
+every axis with k·B rows, and both orders of them, a tensor is split into B parts. If the samples lie so, the part of
+a sample that stays does not change when others are replaced. Nothing that is found here is trusted: with these layouts the
+batch is proven from the beginning (`Prover`), as with any others.
 
 Cost: 2⌈log₂ B⌉ + 1 forwards and backwards without taps, once for a structure of inputs that cannot be proven with samples on
 axis 0. Memory: 40 bytes for each sample, tensor and candidate.
@@ -71,7 +71,9 @@ class SampleAxes:
                 if other is None or one.shape != other.shape:
                     del prints[layout]
                     continue
-                changed = (one.hashes_R != other.hashes_R) & (one.moved(other) > relative_rounding(one.eps) * one.largest)
+                changed = (one.hashes_R != other.hashes_R) & (
+                    one.moved(other) > relative_rounding(one.eps) * one.largest
+                )
                 self._varied |= {place} if bool(changed.any()) else set()
                 if bool(changed[places].any()):
                     del prints[layout]
@@ -85,7 +87,9 @@ class SampleAxes:
             calls = found.setdefault(layer, [])
             calls += [([], []) for _ in range(len(calls), number + 1)]
             calls[number][side].append(next(iter(prints), None) if place in self._varied else None)
-        layouts = {name: tuple(CallLayouts(tuple(ins), tuple(outs)) for ins, outs in calls) for name, calls in found.items()}
+        layouts = {
+            name: tuple(CallLayouts(tuple(ins), tuple(outs)) for ins, outs in calls) for name, calls in found.items()
+        }
         return {layer: calls for layer, calls in layouts.items() if any(call.moved for call in calls)}
 
     def _prints(self, t: Any, axes: int) -> Prints:
