@@ -216,8 +216,8 @@ def by_sample(t: Tensor, batch: int) -> Tensor:
     rows = t.shape[0] if t.dim() else 0
     if rows == 1 and batch != 1:
         return t.expand(batch, *t.shape[1:]).unsqueeze(1)
-    if t.dim() and batch == 0 and rows == 0:
-        return t.unsqueeze(1)
+    if t.dim() and batch == 0 and not t.numel():  # wherever the samples would lie
+        return t.new_zeros(0, 1, *t.shape[1:])
     if not t.dim() or not batch or rows % batch:
         raise GramianError(
             f"saw {rows} rows for a batch of {batch}; expected {batch}, 1 (shared by all samples) or a multiple of {batch} "
