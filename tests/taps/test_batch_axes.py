@@ -387,7 +387,7 @@ BUGS = {
         (time_first, "linear", (4, 8)),
     ),
     "rows of a sample taken as those of the next": (
-        Edit("batch_layout:split", "if layout.interleaved:", "if False:"),
+        Edit("batch_layout:split", "if layout.interleaved else", "if False else"),
         (interleaved, "linear", (4, 8)),
     ),
     "the axis of the first call for all calls": (

@@ -166,8 +166,10 @@ def _run(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
     else:
         grown = results[0].dim() - 1 > axes or broadcasts
         repeated = name in REPEATS and grown and results[0].dim() > 1 and results[0].shape[1] == batch
-        whole = (lambda t: t.contiguous()) if name in ("repeat", "tile") else (lambda t: t)  # as these return it
-        found = [whole(t[:, 0]) if repeated else BatchFree(t) for t in results]
+        found = [t[:, 0] if repeated else BatchFree(t) for t in results]
+        found = (
+            [t.contiguous() for t in found] if repeated and name in ("repeat", "tile") else found
+        )  # as these return it
     return pytree.tree_unflatten(found, specs[0])
 
 

@@ -28,6 +28,7 @@ from gramian.taps.proof.prover import Proven
 from gramian.taps.proof.row_recorder import Recorder
 from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.proof.single_unit import SampleAlone
+from gramian.taps.tap import LayerRefused
 from gramian.taps.tapped_model import Call, Layouts, TappedModel, refuse_unseen
 
 Forward = Callable[[Any, Any], Any]
@@ -215,7 +216,10 @@ class RowProof:
                 with preserve_state(self.model.root_module):
                     # what a tap refuses may bring autograd down without one (weights that are gone)
                     model.lockstep.announce()
-                    self._run_along(run)
+                    try:
+                        self._run_along(run)
+                    except LayerRefused as refusal:
+                        self._on(samples[0], execute).layers.look(refusal)
                 self._prove(key, samples, execute, sums_only=not model.tells_samples_apart)
                 if (
                     key not in self.proven and model.tells_samples_apart

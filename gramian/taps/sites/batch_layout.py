@@ -57,9 +57,9 @@ def split(t: Tensor, layout: Layout, batch: int) -> Tensor:
             f"is given or returns {list(t.shape)}, whose axis {axis} is not a multiple of the batch of {batch}; expected the "
             "rows of every sample"
         )
-    if layout.interleaved:
-        return t.unflatten(axis, (rows // batch, batch)).movedim(axis + 1, 0)
-    return t.unflatten(axis, (batch, rows // batch)).movedim(axis, 0)
+    sizes = (rows // batch, batch) if layout.interleaved else (batch, rows // batch)
+    parts: Tensor = t.unflatten(axis, sizes)
+    return parts.movedim(axis + layout.interleaved, 0)
 
 
 def merged(t: Tensor, layout: Layout) -> Tensor:
@@ -78,6 +78,7 @@ def first_axis(t: Tensor, layout: Layout, batch: int) -> Tensor:
         return t.movedim(layout.axis or 0, 0)
     parts = split(t, layout, batch)
     if layout.axis:
-        parts = parts.flatten(layout.axis, layout.axis + 1)
-        return parts if parts.dim() < 4 else parts.contiguous()
-    return parts.flatten(0, 1)
+        moved: Tensor = parts.flatten(layout.axis, layout.axis + 1)
+        return moved if moved.dim() < 4 else moved.contiguous()
+    rows: Tensor = parts.flatten(0, 1)
+    return rows

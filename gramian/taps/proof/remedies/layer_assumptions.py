@@ -59,6 +59,12 @@ class LayerAssumptions:
         if not self.model.layouts and any(getattr(one, "batch_first", True) is False for one in root.modules()):
             self.model.layouts = self.layouts()
 
+    def look(self, refusal: GramianError) -> None:
+        """Look for the axes of samples after a tap has refused a layer; raises the refusal if none lie elsewhere."""
+        self.model.layouts = self.layouts() if self.model.tells_samples_apart else {}
+        if not self.model.layouts:
+            raise refusal
+
     def remedies(self, sums_only: bool) -> Iterator[bool]:
         """Assume something else for each attempt that failed; True each time, when the proof is to be repeated.
 
@@ -104,8 +110,9 @@ class LayerAssumptions:
                 model.watcher = None
         found = axes.found()
         for tap in model.taps:
-            if tap.products is not None and len(set(found.get(tap.name, ()))) > 1:
-                tap.products, tap.site = None, tap.products.fallback
+            products = tap.products
+            if products is not None and len(set(found.get(tap.name, ()))) > 1:
+                tap.products, tap.site = None, products.fallback
         return found
 
     def batch_free(self, ones: bool = False) -> dict[str, frozenset[int] | None]:
