@@ -9,6 +9,7 @@ import argparse
 import math
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -275,17 +276,23 @@ def _budget(config: Config, epsilon: float) -> list[RenderableType]:
 
     Reads and tokenises the data, whose number of windows decides.
     """
+    import numpy as np
+
     from gramian.data import load_windows
+    from gramian.data.document_rows import DocumentWindows
     from gramian.privacy.accounting.budget_choices import choices
+    from gramian.privacy.noise.noise_strategy import kind_of
     from gramian.train.config.config_sections import PrivacySection
 
     options = config.privacy or PrivacySection(target_epsilon=epsilon)
-    records = len(load_windows(config.data)[0])
+    windows = load_windows(config.data)[0]
+    records = len(windows) if options.unit == "window" else len(np.unique(DocumentWindows(windows).documents))
     batch, steps = config.data.batch, config.run.steps
-    same_samples, same_steps = choices(epsilon, options.delta, records, batch, steps, options.accountant)
+    rest = partial(kind_of, options.noise, options.bands)
+    same_samples, same_steps = choices(epsilon, options.delta, records, batch, steps, options.accountant, rest)
     table = make_table(
         "", ">batch", ">steps", ">σ", ">noise of a step / C", ">of all steps / C", ">samples",
-        title=f"ε = {epsilon:g} at δ = {options.delta:g} for {records:,} windows ({options.accountant})",
+        title=f"ε = {epsilon:g} at δ = {options.delta:g} for {records:,} {options.unit}s ({options.accountant})",
     )  # fmt: skip
     given = batch * steps
     add_group(table, "as many samples", (choice.cells(given) for choice in same_samples))

@@ -17,6 +17,7 @@ from gramian.linalg.wide import exact_float32
 from gramian.taps.passes import SECOND_BACKWARD, Explained, Pass
 from gramian.taps.products.banks import MatrixSides
 from gramian.taps.records import LayerRecord
+from gramian.taps.sites.batch_layout import CallLayouts
 from gramian.taps.sites.site import Site
 from gramian.taps.tap import Tap
 from gramian.taps.tapped_model import TappedModel, TapUse, refuse_create_graph, refuse_unseen, rows_of_call
@@ -41,11 +42,11 @@ def report(use: TapUse, saved: list[Tensor], gradients: list[Tensor]) -> None:
         )
     if use.pass_ is None or use.pass_.closed:
         raise GramianError(SECOND_BACKWARD)
-    model, pass_, extra = use.model, use.pass_, use.extra
+    model, pass_, extra, layouts = use.model, use.pass_, use.extra, use.layouts
     if not model.rule.another_backward_follows:
         use.pass_ = use.extra = None  # the graph outlives the backward
     try:
-        _receive(model, pass_, use.tap, use.site, use.ordinal, saved, gradients, extra, borrowed=False)
+        _receive(model, pass_, use.tap, use.site, use.ordinal, saved, gradients, extra, layouts, borrowed=False)
     except GramianError as error:
         model.raise_after_run(use.tap, error)
 
@@ -69,12 +70,14 @@ def report_compiled(
     if not model.live:
         return
     pass_ = model.passes.get(number)
+    layouts = pass_.layouts[tap.name][0] if tap.name in pass_.layouts else None
     if isinstance(model.root(), FSDPModule) and model.tells_samples_apart and pass_.batch > 1:
-        refuse_unseen(model, [(tap.name, ordinal, rows_of_call(saved, gradients, pass_.batch))])
+        call = (tap.name, ordinal, rows_of_call(saved, gradients, pass_.batch, layouts))
+        refuse_unseen([] if call in model.proven_calls else [call])
     for name in tap.parameters.values():
         tied = model.users[name] - 1
         pass_.uses[name] = max(pass_.uses.get(name, 0), ordinal + 1 + tied, tap.traced_uses + tied)
-    _receive(model, pass_, tap, tap.site, ordinal, saved, gradients, None, borrowed=True)
+    _receive(model, pass_, tap, tap.site, ordinal, saved, gradients, None, layouts, borrowed=True)
 
 
 def _receive(
@@ -86,6 +89,7 @@ def _receive(
     saved: list[Tensor],
     output_gradients: list[Tensor],
     extra: Any,
+    layouts: CallLayouts | None,
     borrowed: bool,
 ) -> None:
     module, audience = tap.owner(), model.passes.audience(pass_)
@@ -98,6 +102,9 @@ def _receive(
     if needed is not None and needed.isdisjoint(tap.parameters.values()):
         return  # that the backward came by counts
     batch = pass_.batch
+    if layouts is not None and not site.inline:
+        with tap.named_errors():
+            saved, output_gradients, extra = site.arranged(saved, output_gradients, layouts, batch, extra)
     if model.tensor_parallel is not None:
         with tap.named_errors():
             saved = [model.tensor_parallel.take(t, batch) for t in saved]

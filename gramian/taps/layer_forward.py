@@ -17,6 +17,7 @@ from gramian.taps.model.empty_batches import apart
 from gramian.taps.model.preserve_state import Generators
 from gramian.taps.observer import observe, observe_product
 from gramian.taps.passes import in_backward
+from gramian.taps.sites.batch_layout import CallLayouts
 from gramian.taps.sites.generic import Generic
 from gramian.taps.sites.products.inline_products import InlineProducts
 from gramian.taps.sites.products.weight_views import UnknownUse
@@ -59,9 +60,10 @@ def run_layer(
             return plain(*args, **kwargs)
     if not trains:
         return with_rows(output) if grown else output
-    free = False
+    free, layouts = False, None
     if isinstance(output, Tensor) and not torch.compiler.is_compiling():
-        free = not grown and model.is_batch_free(tap, output)
+        layouts = None if grown else model.layouts_of(tap)
+        free = not grown and layouts is None and model.is_batch_free(tap, output)
         if model.proof_run is not None:
             model.proof_run.first_axes.setdefault(tap.name, []).append(output.shape[0] if output.dim() else 0)
     if free:
@@ -72,7 +74,7 @@ def run_layer(
         output = output.expand(batch, *output.shape)
         saved, extra = tap.site.copied(saved, extra, batch)
     if isinstance(output, Tensor):
-        rows = output.shape[0] if output.dim() and not free else 0
+        rows = output.shape[0] if output.dim() and not free and layouts is None else 0
         if rows == 1:
             output = _expanded(model, tap, output)
         if not (output.requires_grad or model.rule.withholds):
@@ -81,9 +83,19 @@ def run_layer(
     if not torch.compiler.is_compiling():
         model.watch(tap)
         if model.rule.withholds and not in_backward() and model.proof_run is None:
-            model.rule.foresee(tap, saved, output)
+            model.rule.foresee(tap, *_arranged(tap, saved, output, layouts, model.batch))
     seen = observe(model, tap, output, saved, extra)
     return with_rows(seen) if free or grown else seen
+
+
+def _arranged(tap: Tap, saved: list[Tensor], output: Any, layouts: CallLayouts | None, batch: int) -> Any:
+    """Saved tensors and output as a clipping plan reads them: with samples on axis 0; where they are not, without data."""
+    assert tap.site is not None
+    if layouts is None or not tap.site.compiles:
+        return saved, output
+    empty = [torch.empty_like(t, device="meta") for t in (*saved, output)]
+    saved, found, _ = tap.site.arranged(empty[:-1], empty[-1:], layouts, batch, None)
+    return saved, found[0]
 
 
 def _choose_site(model: TappedModel, tap: Tap, grown: bool = False) -> None:
@@ -111,7 +123,8 @@ def _run_inline(
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     _refuse_tensor_parallel(model, tap, module, tensors)
     batch = model.passes.batch_of_second_run(tap.name) if in_backward() else model.batch
-    run = site.observed(module, plain, batch, partial(observe_product, model, tap))
+    layouts = model.layouts_of(tap)
+    run = site.observed(module, plain, batch, partial(observe_product, model, tap), layouts)
     run = DetachedForward(run, module, tap.parameters, None) if model.rule.withholds else run
     generators = Generators(module)
     states = generators.states()
@@ -131,7 +144,7 @@ def _run_inline(
         return run_layer(model, tap, module, plain, args, kwargs)
     model.watch(tap)
     if not in_backward():
-        rows = rows_of_call(tensors, [], batch)
+        rows = rows_of_call(tensors, [], batch, layouts, model.tells_sizes_apart)
         calls += [(name, 0, rows) for name in trained]
     return output
 
@@ -145,7 +158,9 @@ def run_untapped(
         if weight.requires_grad and name in model.parameters:
             model.weights[name] = weight  # type: ignore[index]
     _choose_site(model, tap)
-    if isinstance(tap.site, Generic):
+    if model.watcher is not None and tap.site is not None and torch.is_grad_enabled() and not in_backward():
+        output = model.watcher.run(tap, module, plain, args, kwargs)
+    elif isinstance(tap.site, Generic):
         with tap.named_errors():
             output, _ = tap.site.first_run(module, plain, args, kwargs)  # dropout as in a run with the tap
     else:

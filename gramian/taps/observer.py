@@ -183,7 +183,9 @@ def open_use(
         pass_.uses[name] = pass_.uses.get(name, 0) + 1
     if parameters is not None:
         return TapUse(model, tap, pass_, extra, inside_backward=False)
+    layouts = model.layouts_of(tap)
     ordinal = pass_.ordinals[tap.name] = pass_.ordinals.get(tap.name, -1) + 1
     calls = model.calls if model.proof_run is None else model.proof_run.calls
-    calls.append((tap.name, ordinal, rows_of_call(saved, outputs, pass_.batch)))
-    return TapUse(model, tap, pass_, extra, inside_backward=False, ordinal=ordinal)
+    rows = rows_of_call(saved, outputs, pass_.batch, layouts, model.tells_sizes_apart)
+    calls.append((tap.name, ordinal, rows))
+    return TapUse(model, tap, pass_, extra, inside_backward=False, ordinal=ordinal, layouts=layouts)

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from gramian.core.errors import GramianError
 from gramian.linalg.wide import exact_float32, wide
-from gramian.taps.audit import AGREES
+from gramian.taps.audit import AGREES, AMPLIFIED
 from gramian.taps.gradients import PerSampleGradient, join
 from gramian.taps.gradients.ragged import regrouped
 from gramian.taps.records import LayerRecord, ParameterRecord, PassInfo
 from gramian.taps.roles import GradientRule, Statistic
+from gramian.taps.sites.batch_layout import CallLayouts
 from gramian.taps.sites.site import INLINE
 
 SECOND_BACKWARD = "backward: ran twice through one forward; expected one backward for each forward"
@@ -103,6 +104,8 @@ class Pass:
     """True in the second of two backwards through this forward."""
     ordinals: dict[str, int] = field(default_factory=dict)
     """{layer: number of its last call in this forward, from 0}."""
+    layouts: dict[str, tuple[CallLayouts, ...]] = field(default_factory=dict)
+    """{layer: where the samples lie in each of its calls} of layers that have them elsewhere than on axis 0."""
     leaves: list[tuple[str, Tensor]] = field(default_factory=list)
     """(parameter, the detached weight that its layer ran on) of layers without a gradient formula, if the rule withholds
     weight gradients; autograd's gradient of the weight is compared with `explained`."""
@@ -192,6 +195,20 @@ class PassBook:
             )
         return batches.pop()
 
+    def layouts_of_second_run(self, layer: str) -> dict[str, tuple[CallLayouts, ...]]:
+        """`Pass.layouts` of the forward that a checkpoint recomputes in the backward; errors name `layer`, which it runs.
+
+        Raises:
+            GramianError: if forwards with different ones are open and the backward has reached none of them yet.
+        """
+        found = [self.reached] if self.reached else [p for p in self._passes.values() if not p.closed]
+        if any(p.layouts != found[0].layouts for p in found):
+            raise GramianError(
+                f"{layer}: has its samples on another axis in some of the open forwards, and a checkpoint runs it again; "
+                "expected each backward before the next forward"
+            )
+        return found[0].layouts if found else {}
+
     def get(self, number: int) -> Pass:
         """The open pass of this number.
 
@@ -262,10 +279,12 @@ class PassBook:
                 arrived[name] = arrived[name] + leaf.grad if name in arrived else leaf.grad
                 leaf.grad = None
         explained, pass_.explained = pass_.explained, {}
+        norms = torch.stack([wide(got).norm() for got in arrived.values()]) if arrived else torch.zeros(1)
+        floor = AMPLIFIED * norms.nan_to_num(0.0, posinf=0.0).norm()
         for name, got in arrived.items():
             own = explained.get(name, Explained(torch.zeros_like(wide(got)), wide(got).new_zeros(()), got.dtype))
             dtype = min(got.dtype, own.dtype, key=lambda dtype: dtype.itemsize)
-            allowed = AGREES[dtype] * wide(got).norm() + 8 * torch.finfo(dtype).eps * own.magnitude
+            allowed = AGREES[dtype] * wide(got).norm() + 8 * torch.finfo(dtype).eps * own.magnitude + floor
             if bool(got.isfinite().all()) and not bool((wide(got) - own.total).norm() <= allowed):
                 raise GramianError(
                     f"{name}: gets a gradient past what its layer returns (an auxiliary loss kept on the module, a list, a "

@@ -100,7 +100,10 @@ class RootForward:
     def _run(self, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         forward = partial(self._forward, tap, module, plain)
         model, batch = self._model, self._samples_of(args, kwargs)
-        if model.proof_run is not None or in_backward() or model.trusts_shapes or model.units_in(batch) < 2:
+        if model.proof_run is not None or in_backward():
+            return forward(args, kwargs)
+        if model.units_in(batch) < 2 or model.trusts_shapes:
+            model.layouts = {}
             return forward(args, kwargs)
         sharded = isinstance(module, FSDPModule)
         if sharded:
@@ -129,6 +132,7 @@ class RootForward:
         Raises:
             GramianError: if the proof fails, or arguments cannot be passed through a graph.
         """
+        self._model.layouts = {}
         if self._model.live and self._model.units_in(first.shape[0]) > 1:
             self._prove_compiled(first.shape[0], read_arguments)
         return self._model.open_pass(first)

@@ -24,6 +24,15 @@ next_key = itertools.count().__next__
 """Function that returns a new number on every call; compiled graphs refer to taps and root modules by these numbers."""
 
 
+class LayerRefused(GramianError):
+    """The error of one layer, or of a parameter, which its tap cannot explain; a proof may tap the layer around it as one."""
+
+    def __init__(self, message: str, layer: str = "", parameter: str = "") -> None:
+        """Store the message, and the names of the layer and of the parameter, or ""."""
+        super().__init__(message)
+        self.layer, self.parameter = layer, parameter
+
+
 class Tap:
     """Facts about one tapped layer of a model: number, name, site (how it is tapped), and parameters that get gradients."""
 
@@ -61,7 +70,9 @@ class Tap:
             yield
         except GramianError as error:
             name = f"{self.name or 'model'} ({type(self.owner()).__name__}) "
-            raise GramianError(str(error) if str(error).startswith(name) else name + str(error)) from None
+            if str(error).startswith(name):
+                raise
+            raise LayerRefused(name + str(error), self.name) from None
 
     def count_traced_use(self) -> int:
         """Count a call of this layer while `torch.compile` traces a graph; returns the number of earlier calls in the graph."""

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from gramian.taps.gradients.directions import Directions
 from gramian.taps.model import user_names
 from gramian.taps.passes import Listener, Pass, PassBook, in_backward
 from gramian.taps.roles import GradientRule, Ordinary, ParameterInfo
+from gramian.taps.sites.batch_layout import CallLayouts
 from gramian.taps.tap import Tap
 
 Call = tuple[str, int, int]
@@ -48,13 +49,31 @@ class ProofRun:
     """A tap's error, raised after the run instead of at once, because other processes gather weights in the same run."""
 
 
+Layouts = dict[str, tuple[CallLayouts, ...]]
+"""{layer: where the samples lie in each of its calls}, of layers that have them elsewhere than on axis 0."""
+
+
+class Watcher(Protocol):
+    """Runs the calls of tapped layers in a run without taps, to look at their tensors."""
+
+    def run(self, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return `plain(*args, **kwargs)`, the output of the layer `module`."""
+
+
 class TapUse:
     """One call of a tapped layer in one pass (eager mode)."""
 
-    __slots__ = ("extra", "inside_backward", "model", "ordinal", "pass_", "site", "tap")
+    __slots__ = ("extra", "inside_backward", "layouts", "model", "ordinal", "pass_", "site", "tap")
 
     def __init__(
-        self, model: "TappedModel", tap: Tap, pass_: Pass | None, extra: Any, inside_backward: bool, ordinal: int = 0
+        self,
+        model: "TappedModel",
+        tap: Tap,
+        pass_: Pass | None,
+        extra: Any,
+        inside_backward: bool,
+        ordinal: int = 0,
+        layouts: CallLayouts | None = None,
     ) -> None:
         """Store the call.
 
@@ -65,9 +84,10 @@ class TapUse:
             extra: what the layer's site saved besides tensors.
             inside_backward: True if a backward runs, so that the call is a checkpoint's second run of the layer.
             ordinal: number of earlier calls of the layer in the pass.
+            layouts: where its samples lie; None: on axis 0.
         """
         self.model, self.tap, self.pass_, self.extra = model, tap, pass_, extra
-        self.site = tap.site
+        self.site, self.layouts = tap.site, layouts
         self.inside_backward, self.ordinal = inside_backward, ordinal
 
 
@@ -121,6 +141,11 @@ class TappedModel:
         """Layers that process one row for all samples, as a row proof has shown: their output is expanded to B rows."""
         self.batch_free: dict[str, frozenset[int] | None] = {}
         """{layer: numbers of its calls that return no batch axis, as a forward with one more sample has shown; None: all}."""
+        self.layouts: Layouts = {}
+        """Where the samples lie in each call of the layers that have them elsewhere than on axis 0, for inputs of the structure
+        of the forward under way."""
+        self.watcher: Watcher | None = None
+        """Runs the calls of tapped layers in a proof's run without taps; None: nobody looks at them."""
         self.proof_run: ProofRun | None = None
         """The run of a row proof that is under way; None: there is none."""
         self.weights: dict[str, Tensor] | None = None
@@ -160,6 +185,14 @@ class TappedModel:
     def tells_samples_apart(self) -> bool:
         """True if a listener needs per-sample gradients and has not switched the row proof off."""
         return any(listener.per_sample and listener.proof != "off" for listener in self.listeners)
+
+    @property
+    def tells_sizes_apart(self) -> bool:
+        """True if calls in which tokens are as many as samples count as others (`rows_over_batch`): not under FSDP2.
+
+        There one process alone could not prove them; such batches are a structure of their own on all (`batch_structure`).
+        """
+        return self.per_sample and self.lockstep.alone
 
     @property
     def takes_layers(self) -> bool:
@@ -214,7 +247,9 @@ class TappedModel:
         needed = self.needed
         new = not self.audited.issuperset(self.parameters if needed is None else needed)
         length = first.shape[1] if first.dim() > 1 else None
-        return self.passes.open(first.shape[0], length, new, 0 if torch.compiler.is_compiling() else first.data_ptr())
+        number = self.passes.open(first.shape[0], length, new, 0 if torch.compiler.is_compiling() else first.data_ptr())
+        self.passes.get(number).layouts = self.layouts
+        return number
 
     # ---- runs of a proof -------------------------------------------------------------------------------------------
 
@@ -270,6 +305,19 @@ class TappedModel:
         current = self.passes.current
         return current is not None and current.ordinals.get(tap.name, -1) + 1 in calls
 
+    def layouts_of(self, tap: Tap) -> CallLayouts | None:
+        """Where the samples lie in the call of a layer that is under way (eager mode); None: on axis 0.
+
+        In a checkpoint's second run calls have no number: then of the first call.
+        """
+        again = in_backward()
+        calls = (self.passes.layouts_of_second_run(tap.name) if again else self.layouts).get(tap.name)
+        if calls is None:
+            return None
+        current = None if again else self.passes.current
+        number = 0 if current is None else current.ordinals.get(tap.name, -1) + 1
+        return calls[number] if number < len(calls) and calls[number].moved else None
+
     def raise_after_run(self, tap: Tap, error: GramianError) -> None:
         """Raise a tap's error now, or store it until a proof's run is over if other processes gather weights in this run.
 
@@ -282,9 +330,32 @@ class TappedModel:
         self.proof_run.failure = self.proof_run.failure or error
 
 
-def rows_of_call(saved: Sequence[Tensor], outputs: Sequence[Tensor], batch: int) -> int:
-    """Rows per sample of a layer's call, by the first of the saved tensors and outputs that has axes (`rows_over_batch`)."""
-    return rows_over_batch(next((t.shape[0] for t in (*saved, *outputs) if t.dim()), 0), batch)
+def rows_of_call(
+    saved: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    batch: int,
+    layouts: CallLayouts | None = None,
+    alike: bool = False,
+) -> int:
+    """Rows per sample of a layer's call: 0 for one row shared by all samples, −rows if `rows` is not a multiple of `batch`.
+
+    `rows` is the size of the first axis of the first of the saved tensors and outputs that has axes. With `layouts`, that of
+    the first output on the axis of its samples (without outputs, of the first saved tensor), or 0 if this is no multiple.
+
+    `alike`: a call of which another axis has the same size (tokens as many as samples) has a number of its own for each size,
+    because its shape does not show which of the two has the samples.
+    """
+    known = () if layouts is None else layouts.outputs if outputs else layouts.inputs
+    axis = next((one.axis for one in known if one is not None and one.axis is not None), 0)
+    tensors = (*saved, *outputs) if layouts is None else (*outputs, *saved)
+    shape = next((t.shape for t in tensors if t.dim()), torch.Size([0]))
+    rows = shape[axis] if axis < len(shape) else 0
+    if layouts is None and rows == 1 and batch != 1:
+        return 0
+    if not batch or rows % batch:
+        return -rows if layouts is None else 0
+    same = alike and batch > 1 and any(shape[i] == rows for i in range(len(shape) - 1) if i != axis)
+    return rows // batch + (rows << 32 if same else 0)
 
 
 def rows_over_batch(rows: int, batch: int) -> int:
@@ -294,14 +365,13 @@ def rows_over_batch(rows: int, batch: int) -> int:
     return rows // batch if batch and rows % batch == 0 else -rows
 
 
-def refuse_unseen(model: TappedModel, calls: Sequence[Call]) -> None:
-    """Raise GramianError if one of these calls occurred in no row proof, which one process of an FSDP2 model cannot run."""
+def refuse_unseen(calls: Sequence[Call]) -> None:
+    """Raise GramianError for calls that occurred in no row proof: one process of an FSDP2 model cannot run one."""
     for layer, ordinal, rows in calls:
-        if (layer, ordinal, rows) not in model.proven_calls:
-            raise GramianError(
-                f"{layer or 'model'}: is called in a way that no proof has seen (call {ordinal}, {rows} rows a sample), "
-                "and a sharded model cannot be proven by one process alone; expected the same calls in every batch"
-            )
+        raise GramianError(
+            f"{layer or 'model'}: is called in a way that no proof has seen (call {ordinal}, {rows} rows a sample), "
+            "and a sharded model cannot be proven by one process alone; expected the same calls in every batch"
+        )
 
 
 def refuse_create_graph(_: Tensor | None = None) -> None:

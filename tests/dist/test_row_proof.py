@@ -185,3 +185,39 @@ def test_a_tensor_parallel_model_trusts_shapes_and_its_record_says_so(rank: int)
     assert records == ["proven", "taken from shapes, as the model is tensor parallel"]
     with refusal("is tensor parallel, which only K-FAC can look at"), gramian.per_sample_norms(model):
         model(case.data(3)[0]).sum().backward()
+
+
+class TimeFirst(nn.Module):
+    """Layers that have the batch on axis 1, inside a model with the batch first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.transpose(0, 1)
+        for block in self.blocks:
+            h = torch.tanh(block(h))
+        return h.transpose(0, 1)
+
+
+@pytest.mark.parametrize("sizes", [(3, 2), (4, 0), (1, 3)])
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+@distributed(world_size=2)
+def test_samples_on_another_axis_are_found_on_every_process(rank: int, way: str, sizes: tuple[int, ...]) -> None:
+    """Also where tokens are as many as samples, in one batch or on one process, or a process has one sample, or none."""
+    torch.manual_seed(0)
+    model = TimeFirst().double()
+    generator = torch.Generator().manual_seed(1)
+    alone = deepcopy(model)
+    wrapped = wrap(way, model)
+    for length in (5, 3, 4):
+        x = torch.randn(sum(sizes), length, 4, generator=generator, dtype=torch.float64)[mine(rank, sizes)]
+        with gramian.per_sample_norms(wrapped, loss_reduction="sum") as norms:
+            wrapped(x).square().sum().backward()
+        want = []
+        for one in x:
+            alone.zero_grad()
+            alone(one[None]).square().sum().backward()
+            want.append(torch.cat([p.grad.flatten() for p in alone.parameters() if p.grad is not None]).norm())
+        torch.testing.assert_close(norms.values, torch.stack(want) if want else x.new_zeros(0), rtol=1e-9, atol=0)

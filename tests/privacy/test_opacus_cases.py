@@ -2,7 +2,7 @@
 
 Opacus draws a hundred examples for each layer from ranges; so does this file, from the ranges of Opacus 1.6 and always the same
 ones. Each is clipped privately, by the float64 loop over single samples, and by hand from the per-sample gradients of Opacus'
-hooks. Layers with the batch on the second axis, which Opacus takes, are refused here.
+hooks. Layers may have the batch on the second axis, as there.
 
 Shape legend: N samples, T tokens, C channels, D, H and W sizes of an image or of features, V rows of a table.
 """
@@ -528,33 +528,40 @@ SECOND: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Batch]]] =
         lambda N, T: tuple(real(N, T, 4) for _ in range(3)),
     ),
 }
-
-
-@pytest.mark.parametrize("samples, length", [(3, 16), (4, 17), (4, 10), (4, 3)])
-@pytest.mark.parametrize("name", SECOND)
-def test_rows_that_are_not_samples_are_refused_by_name(name: str, samples: int, length: int) -> None:
-    torch.manual_seed(0)
-    model, batch = Swapped(SECOND[name][0]()).double(), SECOND[name][1](samples, length)
-    with private(model, 0.1):
-        with refusal("layer"):
-            l1(model, *batch).backward()
-        assert all(p.grad is None for p in model.parameters())
+SIZES = [(3, 16), (4, 17), (4, 10), (4, 3), (2, 16), (4, 20), (3, 3)]
 
 
 @pytest.mark.few_proofs(every=1)
-@pytest.mark.parametrize("samples, length", [(2, 16), (4, 20), (3, 3)])
-@pytest.mark.parametrize("name", SECOND)
-def test_rows_that_could_be_samples_are_found_out_by_the_proof_and_the_check_of_independence(
-    name: str, samples: int, length: int
+@pytest.mark.parametrize("name, size", sample(list(product(SECOND, SIZES)), 10, case=lambda one: one[0]))
+def test_layers_with_the_batch_on_the_second_axis_clip_as_the_loop_and_as_opacus(
+    name: str, size: tuple[int, int]
 ) -> None:
-    # Shapes cannot tell tokens from rows of samples where their number fits (docs/concepts/batch_rules.md).
+    # Also where shapes cannot tell tokens from rows of samples, because their number fits.
     torch.manual_seed(0)
-    model, batch = Swapped(SECOND[name][0]()).double(), SECOND[name][1](samples, length)
+    layer, batch = SECOND[name][0]().double(), SECOND[name][1](*size)
+    second = tuple(x.transpose(0, 1) for x in batch)
+    per_sample = opacus_gradients(layer, second, "mean", batch_first=False)
+    check(Swapped(layer), batch, opacus=lambda: {f"layer.{key}": g for key, g in per_sample.items()})
+
+
+@pytest.mark.few_proofs(every=1)
+@pytest.mark.parametrize("name", SECOND)
+def test_the_check_of_independence_finds_the_second_axis(name: str) -> None:
+    model, batch = Swapped(SECOND[name][0]()).double(), SECOND[name][1](3, 3)
     with private(model, 0.1) as run:
-        with refusal(r"^layer.*; expected"):
-            run.engine.check_independence(l1, batch)
-        with refusal(r"^layer.*; expected"):
-            model(*batch)
+        run.engine.check_independence(l1, batch)
+        with refusal(r"expected"):
+            run.engine.check_independence(
+                lambda net, *inputs: (l1(net, *inputs) - net(*inputs)[:, 0].mean()) ** 2, batch
+            )
+
+
+@pytest.mark.few_proofs(every=1)
+@pytest.mark.parametrize("name", SECOND)
+def test_without_a_proof_rows_that_cannot_be_samples_are_refused_by_name(name: str) -> None:
+    model, batch = Swapped(SECOND[name][0]()).double(), SECOND[name][1](4, 10)
+    with private(model, 0.1, proof="off"), refusal("layer"):
+        l1(model, *batch).backward()
 
 
 @pytest.mark.parametrize("name", SECOND)
@@ -567,9 +574,20 @@ def test_one_sample_on_the_second_axis_is_right(name: str) -> None:
 
 
 @pytest.mark.parametrize("layer", [nn.RNN, nn.GRU, nn.LSTM, nn.MultiheadAttention])
-def test_layers_that_say_so_are_refused_before_anything_runs(layer: type[nn.Module]) -> None:
+def test_models_that_say_so_are_refused_before_anything_runs(layer: type[nn.Module]) -> None:
     with refusal(rf"\({layer.__name__}\) has the batch on axis 1"), private(layer(4, 2), 1.0):
         pass
+
+
+@pytest.mark.few_proofs(every=1)
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_layers_with_the_batch_on_the_second_axis_clip_as_the_loop_and_as_opacus_own(kind: str) -> None:
+    torch.manual_seed(0)
+    ours, theirs = (layer(4, 8, num_layers=2, bidirectional=True).double() for layer in RECURRENT[kind])
+    theirs.load_state_dict(ours.state_dict())
+    x = real(3, 5, 4)
+    per_sample = opacus_gradients(theirs, (x.transpose(0, 1),), "mean", batch_first=False)
+    check(Swapped(ours), (x,), opacus=lambda: {f"layer.{key}": g for key, g in per_sample.items()})
 
 
 # ---- tables -----------------------------------------------------------------------------------------------------------

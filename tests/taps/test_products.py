@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import gramian
+from gramian.taps.sites.batch_layout import FIRST
 from gramian.taps.sites.products.row_owners import RowOwners
 from tests.kit.refusals import refusal
 from tests.taps.checks import wave
@@ -265,7 +266,7 @@ def test_a_module_with_a_matrix_of_its_own_is_found(scales: int, kind: str) -> N
 def test_no_index_reads_outside_of_the_owners_of_a_row() -> None:
     """A CPU says so, CUDA ends the process: the weights of experts are picked by token and by choice."""
     scores, place = torch.arange(8.0).reshape(4, 2), (torch.tensor([3, 0, 1]), torch.tensor([1, 0, 1]), None)
-    owners = RowOwners([scores], batch=2)
+    owners = RowOwners([scores], [FIRST], batch=2)
 
     def pick(x: Tensor, index: tuple[Tensor | None, ...]) -> Tensor:
         assert x.shape[-1] == 2, "the choice is read outside"

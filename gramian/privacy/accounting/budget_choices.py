@@ -5,7 +5,9 @@ large batches and many steps buy. Samples, S·B, are what they cost. C itself is
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from gramian.core.errors import GramianError
 from gramian.privacy.accounting.noise_search import find_noise_multiplier
@@ -43,8 +45,18 @@ class Choice:
         return (f"{self.batch:,}", f"{self.steps:,}", *noise, f"{self.samples / samples:.2g} ×")
 
 
-def choices(epsilon: float, delta: float, records: int, batch: int, steps: int, mechanism: str) -> list[list[Choice]]:
+def choices(
+    epsilon: float,
+    delta: float,
+    records: int,
+    batch: int,
+    steps: int,
+    mechanism: str,
+    rest: Callable[[float], tuple[Any, ...]] = lambda rate: (),
+) -> list[list[Choice]]:
     """[choices of as many samples as the config, choices of as many steps], batches ascending; those above `records` left out.
+
+    `rest`: what a step of this sample rate is beside σ and the rate, for correlated noise (`kind_of`).
 
     Cost: one search of σ for each, from 0.1 s with "rdp" to a second with "prv".
     """
@@ -53,7 +65,9 @@ def choices(epsilon: float, delta: float, records: int, batch: int, steps: int, 
         raise GramianError(f"data.batch: {batch:,} of {records:,} samples; expected at most as many as there are")
 
     def choice(size: int, count: int) -> Choice:
-        return Choice(size, count, find_noise_multiplier(epsilon, delta, size / records, count, mechanism))
+        return Choice(
+            size, count, find_noise_multiplier(epsilon, delta, size / records, count, mechanism, rest(size / records))
+        )
 
     return [
         [choice(size, max(1, round(steps * batch / size))) for size in sizes],

@@ -18,6 +18,7 @@ from gramian.taps.hub import Hub
 from gramian.taps.proof.isolated_runs import undisturbed
 from gramian.taps.proof.proof_runs import Refuted, refuse
 from gramian.taps.proof.prover import Prover
+from gramian.taps.proof.remedies.layer_assumptions import LayerAssumptions
 from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.units import Units
 
@@ -33,7 +34,8 @@ def check_independence(
 ) -> None:
     """Prove by runs with replaced samples that a loss depends on each sample through its own rows alone.
 
-    The rows of samples that stay must not change, nor may one sample's gradient when it runs alone.
+    The rows of samples that stay must not change, nor may one sample's gradient when it runs alone. Where that fails it is
+    looked for samples that lie elsewhere than on axis 0 of a layer, as before a forward.
 
     Cost: 2⌈log₂ B⌉ + 4 forwards and backwards of the loss for B samples, four times as many below 32 samples.
 
@@ -66,17 +68,31 @@ def check_independence(
     with hub.proof.in_company(partial(execute, 1.0, batch)):
         if count < 2:
             raise GramianError(f"batch: has {count} samples; expected at least two")
-        lone = partial(hub.proof.lone, samples)
-        for seed in range(numberings(count)):
-            for scale in SCALES:
-                with undisturbed(root, samples.leaves):
-                    if _shows(Prover(hub, partial(execute, scale), samples, seed=seed, lone=lone)):
-                        break
-            else:
-                raise GramianError(
-                    "loss_fn: gives no sample of the batch a gradient, or one that is not finite; expected a loss and samples "
-                    "that have one"
-                )
+        known = hub.layouts
+        try:
+            _prove(hub, execute, samples, count)
+        except GramianError:
+            hub.layouts = LayerAssumptions(hub, partial(execute, 1.0), samples, lambda: 0).layouts()
+            if hub.layouts == known:
+                raise
+            _prove(hub, execute, samples, count)
+        finally:
+            hub.layouts = known
+
+
+def _prove(hub: Hub, execute: Callable[[float, Any], Tensor], samples: SampleArguments, count: int) -> None:
+    """Prove the loss `execute(scale, batch)` under every numbering of its `count` units, which lie as `hub.layouts` has it."""
+    for seed in range(numberings(count)):
+        for scale in SCALES:
+            with undisturbed(hub.root_module, samples.leaves):
+                lone = partial(hub.proof.lone, samples)
+                if _shows(Prover(hub, partial(execute, scale), samples, seed=seed, lone=lone)):
+                    break
+        else:
+            raise GramianError(
+                "loss_fn: gives no sample of the batch a gradient, or one that is not finite; expected a loss and samples "
+                "that have one"
+            )
 
 
 def numberings(rows: int) -> int:

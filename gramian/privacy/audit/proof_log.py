@@ -70,6 +70,7 @@ class ProofLog:
                     "reversed": p.reversal,
                     "alone": p.alone,
                     "shared rows": sorted(p.shared),
+                    "samples on another axis": list(p.moved),
                     "inputs left alone": list(p.fixed),
                     "outputs not proven": {str(number): reason for number, reason in p.open_outputs.items()},
                 }

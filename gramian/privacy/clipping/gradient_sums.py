@@ -290,7 +290,8 @@ class GradientSums:
                     else:
                         done.append((target, total if std == 0 else total + coloured(name, total)))
                 if plain:
-                    noise.add_noise_to(*zip(*plain, strict=True), noise_std, number, 1 / expected_batch)
+                    into, sums, places = zip(*plain, strict=True)
+                    noise.add_noise_to(into, sums, places, noise_std, number, 1 / expected_batch)
                 if done:
                     into, sums = zip(*done, strict=True)
                     torch._foreach_copy_(into, torch._foreach_div(sums, expected_batch))

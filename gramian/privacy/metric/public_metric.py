@@ -158,7 +158,7 @@ def _rounding(name: str, block: MetricBlock) -> float:
         GramianError: if it exceeds `MOST_ROUNDING`.
     """
     eps = torch.finfo(torch.promote_types(block.G.factor.dtype, block.A.factor.dtype)).eps
-    found = eps * (block.A.condition * block.G.condition) ** 0.5 + block.A.error + block.G.error
+    found: float = eps * (block.A.condition * block.G.condition) ** 0.5 + block.A.error + block.G.error
     if not found <= MOST_ROUNDING:
         raise GramianError(
             f"metric: {name}: rounding may change norms by {found:.2g} of themselves; expected more damping (condition numbers "

@@ -57,7 +57,8 @@ class PrivateLoader(DataLoader[Any]):
         groups: Groups | None = None,
         units: RecordUnits | None = None,
     ) -> None:
-        size = _records_of(loader) if units is None else len(units)
+        self.size = size = _records_of(loader) if units is None else len(units)
+        """Number of records, or of units, that draws are from."""
         if not expected_batch > 0:
             raise GramianError(f"expected_batch: {expected_batch}; expected more than 0")
         self._on_piece = on_piece

@@ -137,7 +137,8 @@ def _run(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         return t.shape[0] // batch if t.shape[0] == batch or (alike and t.shape[0] % batch == 0) else 0
 
     rows = max(rows_of(leaves[i]) for i in places)
-    if rows == 1 and all(leaf.dim() == axes and broadcasts for leaf in free):  # [1, …] beside [B, …]
+    as_long = all(leaves[i].dim() == axes for i in places if rows_of(leaves[i]))
+    if rows == 1 and as_long and all(leaf.dim() == axes and broadcasts for leaf in free):  # [1, …] beside [B, …]
         own = [leaf.rows[:, 0] if isinstance(leaf, BatchFree) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(own, spec)
         return func(*args, **kwargs)
@@ -166,6 +167,9 @@ def _run(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         grown = results[0].dim() - 1 > axes or broadcasts
         repeated = name in REPEATS and grown and results[0].dim() > 1 and results[0].shape[1] == batch
         found = [t[:, 0] if repeated else BatchFree(t) for t in results]
+        found = (
+            [t.contiguous() for t in found] if repeated and name in ("repeat", "tile") else found
+        )  # as these return it
     return pytree.tree_unflatten(found, specs[0])
 
 

@@ -80,6 +80,11 @@ def discover(root: nn.Module) -> tuple[list[FoundLayer], dict[str, ParameterInfo
         if site is not None:
             if site.whole:
                 explained_by_parent.update(id(child) for child in module.modules() if child is not module)
+            if module is root and getattr(module, "batch_first", True) is False:
+                raise GramianError(
+                    f"model ({type(module).__name__}) has the batch on axis 1; expected batch_first=True, or the layer inside "
+                    "a module whose input has the batch first"
+                )
             reason = site.check(module) if any(local_name in parameters for local_name in owned.values()) else None
             if reason is not None:
                 raise GramianError(f"{name or 'model'} ({type(module).__name__}) {reason}")

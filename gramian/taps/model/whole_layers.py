@@ -23,21 +23,29 @@ def whole_classes(root: nn.Module) -> frozenset[type[nn.Module]]:
     return frozenset(_classes.get(root, ()))
 
 
-def take_whole(root: nn.Module, parameter: str) -> bool:
-    """Tap the nearest layer around a parameter's own layer as one from now on, or the next outer one if that one is already.
+def take_whole(root: nn.Module, name: str) -> bool:
+    """Tap the nearest layer around a layer, or around those that have a parameter, as one from now on.
 
-    Layers that only contain others (`nn.Sequential`) use no weights; the root is never taken. Returns False if no layer is
-    left to take.
+    If that one is already, the next outer one. Of several layers that have the parameter, the last ones come first: a table
+    is used past its layer in a head. Layers that only contain others (`nn.Sequential`) use no weights; the root is never
+    taken. Returns False if no layer is left to take.
     """
     known = _classes.setdefault(root, set())
     modules = dict(user_names.named_modules(root))
-    name = parameter.rpartition(".")[0].rpartition(".")[0]
-    while name:
-        kind = type(modules.get(name, nn.ModuleList()))
-        if kind not in known and kind.forward not in (nn.ModuleList.forward, nn.Sequential.forward):
-            known.add(kind)
-            return True
-        name = name.rpartition(".")[0]
+    p = dict(user_names.named_parameters(root)).get(name)
+    inside = (
+        [layer for layer, m in modules.items() if any(p is own for own in m._parameters.values())]
+        if p is not None
+        else []
+    )
+    while inside := [layer.rpartition(".")[0] for layer in inside or [name] if layer]:
+        for layer in reversed(inside):
+            kind = type(modules.get(layer, nn.ModuleList()))
+            if layer and kind not in known and kind.forward not in (nn.ModuleList.forward, nn.Sequential.forward):
+                known.add(kind)
+                return True
+        if not any(inside):
+            break
     return False
 
 

@@ -8,15 +8,16 @@ that it does not have samples.
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from gramian.core.errors import GramianError
 from gramian.taps.model.preserve_state import InitialState
-from gramian.taps.model.whole_layers import restore, take_whole, whole_classes
+from gramian.taps.model.whole_layers import whole_classes
 from gramian.taps.proof.isolated_runs import undisturbed
 from gramian.taps.proof.output_kinds import OutputKinds, counts_differ
 from gramian.taps.proof.proof_runs import Execute, LayerUses, ProofRuns, Refuted, SecondAxis, refuse
 from gramian.taps.proof.prover import Proven, Prover
+from gramian.taps.proof.remedies.layer_assumptions import LayerAssumptions
 from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.proof.single_unit import SampleAlone
 from gramian.taps.tapped_model import TappedModel
@@ -39,8 +40,11 @@ class BatchProof:
     seed: Callable[[], int]
     """Function that returns a seed for the next proof."""
     collate_alone: CollateAlone = lambda samples, among: []
-    unexplained: str = ""
-    """The parameter whose gradient the taps did not explain in the last failure; "": that was about something else."""
+
+    @cached_property
+    def layers(self) -> LayerAssumptions:
+        """What is assumed of the model's layers."""
+        return LayerAssumptions(self.model, self.execute, self.samples, self.seed)
 
     def calls(self) -> LayerUses:
         """How a forward on the batch uses its layers.
@@ -55,82 +59,44 @@ class BatchProof:
             except Refuted as failure:
                 refuse(failure)
 
-    def batch_free(self, ones: bool = False) -> dict[str, frozenset[int] | None]:
-        """{layer: numbers of calls that return as many rows in a forward with one more sample, but not one; None: all}.
-
-        `ones`: calls that return one row count as well, which otherwise stands for all samples. Two forwards;
-        {} if one of them fails, rows are grouped, or other processes gather weights in every run.
-        """
-        batch = self.samples.batch
-        if self.model.batch_size is not None or self.samples.units is not None or not self.model.lockstep.alone:
-            return {}
-        with undisturbed(self.model.root_module, self.samples.leaves):
-            runs = ProofRuns(self.model, self.execute, self.samples, 0)
-            here, there = runs.first_axes(range(batch)), runs.first_axes([*range(batch), 0])
-        found: dict[str, frozenset[int] | None] = {}
-        for name, sizes in here.items():
-            pairs = enumerate(zip(sizes, there.get(name, []), strict=False))
-            calls = frozenset(number for number, (size, other) in pairs if size == other and (ones or size != 1))
-            found |= {name: calls if len(calls) < len(sizes) else None} if calls else {}
-        return found
-
     def prove(self, *, sums_only: bool = False) -> Proven | None:
-        """Prove the batch; if that fails, again with what the failure says about the model's layers (arguments as in `once`).
+        """Prove the batch; if that fails, again with what is then found out about the model's layers (arguments as in `once`).
 
-        Layers that use a child's weight without calling the child are tapped as one (`whole_layers`); results without a batch
-        axis carry a copy for each sample (`batch_free`).
+        What that is: `remedies.layer_assumptions`. If some outputs are proven, and nothing proves more, these are the result.
 
         Raises:
-            GramianError: of the first attempt, if nothing is known of such layers, or the last attempt fails, too.
+            GramianError: of the first attempt, if the last one fails, too.
         """
-        model, root = self.model, self.model.root_module
-        free, whole = model.batch_free, whole_classes(root)
-        failure: GramianError | None = None
-        kinds = iter((False, True))
+        model, layers, failure, best = self.model, self.layers, None, None
+        before, remedies = layers.present, layers.remedies(sums_only)
+        if not sums_only:
+            layers.begin()
         while True:
-            fallbacks = model.fallbacks
+            fallbacks, found = model.fallbacks, None
             try:
                 found = self.once(sums_only=sums_only)
-                for kind in whole_classes(root) - whole:
-                    logger.warning(
-                        "%s: uses weights of its children without calling them; run again sample by sample, as one layer",
-                        kind.__name__,
-                    )
-                return found
+                if found is None or not layers.failure or not found.open_outputs:
+                    best = None if found is None else (found, layers.present)
+                    break
+                if best is None or len(found.open_outputs) < len(best[0].open_outputs):
+                    best = found, layers.present
             except GramianError as error:
                 if model.fallbacks != fallbacks:
                     continue
-                failure = failure or error
+                layers.failure, failure = error, failure or error
             except Exception:  # the user's code may not run on copies, and is then refused as without them
-                if (
-                    model.fallbacks != fallbacks
-                ):  # a layer began anew, and its first start saved tensors in a checkpoint
-                    continue
-                if failure is None:
+                if model.fallbacks != fallbacks:
+                    continue  # a layer began anew, and its first start saved tensors in a checkpoint
+                if failure is None and best is None:
                     raise
-            if self.unexplained and self._may_retap and take_whole(root, self.unexplained):
-                model.retap()
-                continue
-            on_rows = failure.__cause__ is not None  # the user's code failed where one row became a row for each sample
-            free_of = (self.batch_free(one) for one in kinds if on_rows or not one)
-            without = next((found for found in free_of if found and found != model.batch_free), None)
-            if without is None:
-                self._as_before(free, whole)
-                raise failure
-            model.batch_free = free | without
-
-    @property
-    def _may_retap(self) -> bool:
-        """True if layers may be tapped as one: no listener needs records of whole layers, no process waits for this one."""
-        model = self.model
-        return not model.takes_layers and model.lockstep.alone and model.tensor_parallel is None
-
-    def _as_before(self, free: dict[str, frozenset[int] | None], whole: frozenset[type]) -> None:
-        """Undo what failed attempts assumed of the model's layers."""
-        self.model.batch_free = free
-        if whole_classes(self.model.root_module) != whole:
-            restore(self.model.root_module, whole)
-            self.model.retap()
+            if not next(remedies, False):
+                break
+        layers.assume(before if best is None else best[1])
+        for kind in whole_classes(model.root_module) - before[1]:
+            logger.warning("%s: %s; run again sample by sample, as one layer", kind.__name__, layers.reasons[kind])
+        if best is None and failure is not None:
+            raise failure
+        return None if best is None else best[0]
 
     def once(self, *, sums_only: bool = False) -> Proven | None:
         """Prove the batch as its layers are tapped; if some output fails and an axis may have size B by chance, without it.
@@ -144,7 +110,7 @@ class BatchProof:
         Raises:
             GramianError: if the proof fails under every assumption about these axes.
         """
-        samples, self.unexplained = self.samples, ""
+        samples, self.layers.failure = self.samples, None
         with undisturbed(self.model.root_module, samples.leaves):
             beginning = InitialState(self.model.root_module, samples.leaves)
             first = self._prover(samples, beginning)
@@ -171,7 +137,6 @@ class BatchProof:
                         best, read = replace(found, fixed=fixed), other
                 if best is None:
                     assert failure is not None
-                    self.unexplained = failure.parameter
                     refuse(failure)
                 return best if sums_only else self._of_units(best, read, beginning)
             except GramianError:
@@ -231,6 +196,7 @@ class BatchProof:
                 found, reasons = self._rows_alone(prover, outputs)
                 if found is None:
                     raise
+                self.layers.failure = error
             else:
                 failure = error
         reasons |= outputs.odd

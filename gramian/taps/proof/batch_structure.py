@@ -2,7 +2,8 @@
 
 A proof holds for the code path that ran, so the structure has everything on which a forward may branch: nesting, names, dtypes,
 numbers of axes and flags of the arguments, the modules with their modes, boolean attributes and hooks, autocast, and which
-parameters train. Sizes are not part of it. Batches in which samples differ in how many of their tokens count (labels other than
+parameters train. Sizes are no part of it, except where arguments have as many tokens as samples: no shape shows which is which.
+Batches in which samples differ in how many of their tokens count (labels other than
 −100, mask other than 0) are a structure of their own.
 """
 
@@ -38,7 +39,8 @@ def structure_of(model: TappedModel, args: Any, kwargs: Any, batch: int) -> tupl
     autocast = (torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"))
     modules = tuple((_number(module), *_flags(module), *_hooks(module)) for module in model.root_module.modules())
     private = model.rule.withholds  # proves more: the loader's own collation, buffers, inputs that are left alone
-    key = (tuple(s.structure for s in found), modules, autocast, frozenset(model.parameters), private)
+    alike = batch if model.tells_samples_apart and any(batch in sizes for sizes in found[0].sizes) else 0
+    key = (tuple(s.structure for s in found), modules, autocast, frozenset(model.parameters), private, alike)
     return (key, found[0].uneven() if model.tells_samples_apart else ()), found
 
 

@@ -25,7 +25,8 @@ from gramian.taps.proof.model_outputs import left_in_attributes, output_tensors,
 from gramian.taps.proof.row_fingerprint import HALF, Fingerprint
 from gramian.taps.proof.row_recorder import Key, Recorder
 from gramian.taps.proof.sample_arguments import SampleArguments
-from gramian.taps.tapped_model import Call, TappedModel, rows_over_batch
+from gramian.taps.tap import LayerRefused
+from gramian.taps.tapped_model import Call, Layouts, TappedModel, rows_over_batch
 
 Source = Sequence[int] | Tensor
 """Content of a run's batch: the index of the sample in each place [B], or of the token in each place [B, T]."""
@@ -42,15 +43,15 @@ Execute = Callable[[Any], Any]
 class Refuted(Exception):  # noqa: N818
     """Raised if a run of a row proof shows that rows cannot be attributed to samples; names the layer and what differs."""
 
-    def __init__(self, message: str, parameter: str = "") -> None:
-        """Store the message, and the parameter whose gradient the taps do not explain; "": it is about something else."""
+    def __init__(self, message: str, parameter: str = "", layer: str = "") -> None:
+        """Store the message, and the parameter whose gradient the taps do not explain, or the layer that is refused, or ""."""
         super().__init__(message)
-        self.parameter = parameter
+        self.parameter, self.layer = parameter, layer
 
 
 def refuse(failure: Refuted) -> NoReturn:
     """Raise GramianError, the error that users get, with the message of a failed proof."""
-    raise GramianError(str(failure)) from failure.__cause__
+    raise LayerRefused(str(failure), failure.layer, failure.parameter) from failure.__cause__
 
 
 @dataclass
@@ -146,6 +147,11 @@ class ProofRuns:
     def everyone(self) -> range:
         """The batch as it is, as the `Source` of a run: sample i is in place i."""
         return range(self._samples.batch)
+
+    @property
+    def layouts(self) -> Layouts:
+        """Where the samples lie in layers that have them elsewhere than on axis 0, as the runs assume."""
+        return self._model.layouts
 
     @property
     def on_gpu(self) -> bool:
@@ -363,7 +369,8 @@ def blamed_on(expanded: set[str]) -> Iterator[None]:
             raise
         raise Refuted(
             f"{', '.join(sorted(expanded))}: returns one row for all samples, and the code behind it fails once that row "
-            f"stands for each of them ({type(error).__name__}); expected code that broadcasts the row over the batch"
+            f"stands for each of them ({type(error).__name__}); expected code that broadcasts the row over the batch",
+            layer=min(expanded),
         ) from error
 
 

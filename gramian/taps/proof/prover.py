@@ -25,6 +25,7 @@ from gramian.taps.model.preserve_state import InitialState
 from gramian.taps.proof.carried_state import changed, refuse_attribute, refuse_buffers
 from gramian.taps.proof.evaluation_mode import evaluating
 from gramian.taps.proof.proof_runs import Execute, ProofRuns, Refuted, SecondAxis, Source, TappedRun
+from gramian.taps.proof.remedies.sample_axes import SampleAxes
 from gramian.taps.proof.row_comparison import EQUAL, RowComparison
 from gramian.taps.proof.sample_arguments import SampleArguments, donors
 from gramian.taps.proof.single_unit import FindAlone, UnitAlone, compare_alone, fits_alone
@@ -59,6 +60,8 @@ class Proven:
     """True if rows of samples that were not replaced were equal bit for bit in all runs."""
     silent: frozenset[Call] = frozenset()
     """Calls of layers whose output gradient was zero in this proof, so that nothing was shown about them."""
+    moved: tuple[str, ...] = ()
+    """Layers that have their samples elsewhere than on axis 0."""
     partition: tuple[int, ...] | None = None
     """The unit of each row, if rows of one unit depend on each other, so that only this grouping is proven; None: any is."""
     unpadded: tuple[Any, ...] | None = None
@@ -159,6 +162,7 @@ class Prover:
             unpadded=self._unpadded(lone),
             stateful=bool(base.buffers or base.remembered),
             exact=self._compare.exact,
+            moved=tuple(sorted(self.runs.layouts)),
             silent=frozenset(call for call in base.calls if call[:2] not in loud),
         )
 
@@ -172,6 +176,22 @@ class Prover:
             for bit in range(bits)
             for value in (0, 1)
         ]
+
+    def watched(self, axes: SampleAxes) -> None:
+        """Let `axes` look at runs without taps: one of the batch, then one for each set of samples to replace."""
+        self.runs.on(self._samples.take(self.runs.everyone), lambda outputs: None)
+        axes.begin()
+        for replaced in self.separating_sets() if not self.open else ():
+            stayed = [i for i in self.runs.everyone if i not in replaced]
+            self.runs.on(self._samples.take(self._replaced(replaced)), lambda outputs: None)
+            axes.compare(stayed)
+
+    def _replaced(self, replaced: set[int]) -> list[int]:
+        """The row of the batch to put in the place of each row: a donor's for the units in `replaced`, else itself."""
+        units = self._unit_of_rows()
+        stayed = [row for row, unit in enumerate(units) if unit not in replaced]
+        pairs = zip(units, donors(self._contents, stayed, self._draw), strict=True)
+        return [donor if unit in replaced and donor is not None else row for row, (unit, donor) in enumerate(pairs)]
 
     def separate(self, base: TappedRun, replaced: set[int], compare: RowComparison | None = None) -> None:
         """Run the batch with other content for the units in `replaced`; the rows of all other units must not change.
@@ -191,10 +211,7 @@ class Prover:
         if self._units is not None and self._units.by_token:
             source = self._other_tokens(replaced)
         else:
-            units = self._unit_of_rows()
-            stayed_rows = [row for row, unit in enumerate(units) if unit not in replaced]
-            pairs = zip(units, donors(self._contents, stayed_rows, self._draw), strict=True)
-            rows = [donor if unit in replaced and donor is not None else row for row, (unit, donor) in enumerate(pairs)]
+            rows = self._replaced(replaced)
             source = rows if self._units is not None else [rows[sample] for sample in order]
         stayed = [place for place, unit in enumerate(order) if unit not in replaced and unit != self._padding]
         run = self.runs.tapped(source)

@@ -6,7 +6,7 @@ before an FSDP2 one on all processes together (`together`).
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,7 +28,8 @@ from gramian.taps.proof.prover import Proven
 from gramian.taps.proof.row_recorder import Recorder
 from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.proof.single_unit import SampleAlone
-from gramian.taps.tapped_model import TappedModel, refuse_unseen
+from gramian.taps.tap import LayerRefused
+from gramian.taps.tapped_model import Call, Layouts, TappedModel, refuse_unseen
 
 Forward = Callable[[Any, Any], Any]
 """Function that runs one forward of the root on (args, kwargs), with or without taps."""
@@ -53,6 +54,8 @@ class RowProof:
     model: TappedModel
     proven: dict[Any, Proven] = field(default_factory=dict)
     """{structure of a batch (see `batch_structure`): result of its proof}."""
+    layouts: dict[Any, Layouts] = field(default_factory=dict)
+    """{structure of a batch: where the samples lie in layers that have them elsewhere than on axis 0}, as proven."""
     open_batches: int = 0
     """Number of batches whose samples were all equal, on which nothing could be shown."""
     lone: CollateAlone = no_loader
@@ -103,6 +106,7 @@ class RowProof:
         key, samples = self._key(args, kwargs, batch)
         tells_apart = model.tells_samples_apart
         execute = partial(_execute, forward)
+        model.layouts = self.layouts.get(key, {}) if tells_apart else {}
         if tells_apart and not proven_before:
             if self._lacks(key, samples):
                 self._prove(key, samples, execute)
@@ -113,7 +117,7 @@ class RowProof:
             shown = uses.past_a_tap or 0 in uses.rows
             known = self.model.batch_free
             if not uses.rows <= {0, 1}:
-                self.model.batch_free = known | self._on(samples[0], execute).batch_free()
+                self.model.batch_free = known | self._on(samples[0], execute).layers.batch_free()
             try:
                 if shown or self.model.batch_free:
                     self._prove(key, samples, execute, sums_only=True)
@@ -131,7 +135,7 @@ class RowProof:
         before = {id(t) for t in graph_tensors(root).values()} if watched else set()
         model.calls, shared = [], set(model.shared)
         output = forward(args, kwargs)
-        unseen = [call for call in model.calls if call not in model.proven_calls]
+        unseen, layouts = self._unseen(key, model.calls), model.layouts
         if tells_apart and not unseen and not proven_before and self._silent.intersection(model.calls):
             self._silent_forwards += 1
             if self._silent_forwards.bit_count() == 1:  # after 1, 2, 4, 8 … forwards: the gradient may not vanish now
@@ -139,11 +143,10 @@ class RowProof:
         tells_apart = tells_apart and key in self.proven  # else all samples are equal, and nothing can be shown
         if unseen and (tells_apart or any(rows == 0 for _, _, rows in unseen)):
             if proven_before:
-                refuse_unseen(model, unseen)
+                refuse_unseen(unseen)
             self._prove(key, samples, execute, sums_only=not tells_apart)
-            if any(
-                rows == 0 and layer not in shared for layer, _, rows in unseen
-            ):  # it ran without a row for each sample
+            # it ran without a row for each sample, or with samples elsewhere
+            if model.layouts != layouts or any(rows == 0 and layer not in shared for layer, _, rows in unseen):
                 self._generators.restore(states)
                 if beginning is not None:
                     beginning.restore()
@@ -163,6 +166,7 @@ class RowProof:
         self.model.on_batch((args, kwargs))
         key, samples = self._key(args, kwargs, batch)
         tells_apart, execute = self.model.tells_samples_apart, partial(_execute, forward)
+        self.model.layouts = self.layouts.get(key, {}) if tells_apart else {}
         sizes = (key, *(tuple(leaf.shape) for leaf in samples[0].leaves if isinstance(leaf, Tensor)))
         if tells_apart and self._lacks(key, samples):
             self._prove(key, samples, execute)
@@ -170,11 +174,12 @@ class RowProof:
             self.repeat(key, samples, execute)
         elif sizes not in self._sizes:
             calls = self._on(samples[0], execute).calls().calls
-            unseen = calls if not tells_apart and key not in self._summed else calls - self.model.proven_calls
+            unseen = calls if not tells_apart and key not in self._summed else self._unseen(key, calls)
             if unseen and (tells_apart or any(rows == 0 for _, _, rows in unseen)):
                 self._prove(key, samples, execute, sums_only=not tells_apart)
             self._summed.add(key)
-        self._sizes.add(sizes)
+        if self.model.layouts and sizes not in self._sizes:
+            self._on(samples[0], execute).layers.refuse_compiled()
         for layer in self.model.batch_free:
             raise GramianError(
                 f"{layer}: returns no batch axis, which a compiled graph cannot give one; expected eager mode for this model"
@@ -184,6 +189,7 @@ class RowProof:
                 f"{reason}, which a compiled graph cannot keep a backward from; expected eager mode, or a model that does not "
                 "return or keep it"
             )
+        self._sizes.add(sizes)
 
     def together(self, forward: Forward, args: Any, kwargs: Any, batch: int) -> None:
         """Run the row proof before an FSDP2 forward if any process needs one; arguments as in `guard`. Collective.
@@ -199,6 +205,7 @@ class RowProof:
             if model.units_in(batch) > 1:
                 model.on_batch((args, kwargs))
                 key, samples = self._key(args, kwargs, batch)
+                model.layouts = self.layouts.get(key, {}) if model.tells_samples_apart else {}
                 known = (*self.proven, *self._summed)
                 wanted = self._lacks(key, samples) if model.tells_samples_apart else key not in known
                 due = not wanted and model.tells_samples_apart and model.proof_is_due()
@@ -214,7 +221,10 @@ class RowProof:
                 with preserve_state(self.model.root_module):
                     # what a tap refuses may bring autograd down without one (weights that are gone)
                     model.lockstep.announce()
-                    self._run_along(run)
+                    try:
+                        self._run_along(run)
+                    except LayerRefused as refusal:
+                        self._on(samples[0], execute).layers.look(refusal)
                 self._prove(key, samples, execute, sums_only=not model.tells_samples_apart)
                 if (
                     key not in self.proven and model.tells_samples_apart
@@ -269,6 +279,11 @@ class RowProof:
         with suppress(GramianError, Refuted):  # what a tap refuses here was refused before
             self._run_along(forward)
 
+    def _unseen(self, key: Any, calls: Iterable[Call]) -> list[Call]:
+        """The calls that no proof has seen; of a model with samples elsewhere than on axis 0, none of this structure."""
+        seen = self.proven[key].calls if self.model.layouts and key in self.proven else self.model.proven_calls
+        return [call for call in calls if call not in seen]
+
     # ---- what covers a batch ---------------------------------------------------------------------------------------
 
     def _key(self, args: Any, kwargs: Any, batch: int) -> tuple[Any, list[SampleArguments]]:
@@ -312,6 +327,7 @@ class RowProof:
     def _prove(self, key: Any, groupings: Sequence[SampleArguments], execute: Execute, sums_only: bool = False) -> None:
         """Prove a batch of structure `key` for every grouping of rows into units that a listener uses, and store the result.
 
+        What an earlier proof of the structure covers counts no longer if samples lie elsewhere now.
         `sums_only`: show only that the taps' sums are autograd's gradients. If all samples are equal, nothing is stored, and
         the listeners are notified (`proof_stays_open`).
 
@@ -328,9 +344,13 @@ class RowProof:
             self.model.proven_calls |= found.calls
             self._stateful |= found.stateful
             self._silent = (self._silent | found.silent) - (found.calls - found.silent)
+            if self.model.layouts != self.layouts.get(key, {}) and not sums_only:
+                self.proven.pop(key, None)
+                self.layouts[key] = self.model.layouts
             if not sums_only and found.shows:
                 before = self.proven.get(key)
                 if before is not None:
+                    found = replace(found, calls=found.calls | before.calls)
                     found = replace(found, open_outputs={**before.open_outputs, **found.open_outputs})
                     padded = before.unpadded is None and before.alone.startswith("collated")
                     found = replace(found, unpadded=None if padded else found.unpadded)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gramian.core.errors import GramianError
 from gramian.linalg.wide import wide
+from gramian.taps.audit import AMPLIFIED
 from gramian.taps.gradients import GroupedOuter, GroupedSum, PerSampleGradient
 from gramian.taps.proof.row_fingerprint import Fingerprint, relative_rounding
 from gramian.taps.records import LayerRecord, ParameterRecord, PassInfo
@@ -17,9 +18,6 @@ from gramian.taps.units import Units
 
 DIRECTIONS = 8
 """Number of random directions on which gradients of parameters are compared."""
-AMPLIFIED = 1e-11
-"""Rounding error of one parameter's gradient, relative to the norm of all gradients, that is always allowed. In float64 it is
-more than 64 ε, because layers amplify rounding (the backward of a layer norm divides it by the deviation of its input)."""
 
 Key = tuple[int, str, int, int]
 """Key of a recorded tensor: (number of the forward in the run, layer, number of its earlier calls, number of the tensor)."""

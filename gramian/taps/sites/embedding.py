@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gramian.core.errors import GramianError
 from gramian.taps.gradients import Indexed, PerSampleGradient
 from gramian.taps.products.sides import LayerForm, Sides
 from gramian.taps.sites.generic import Generic
@@ -42,6 +41,10 @@ class Embedding(Site):
         """Error text if `max_norm` of a table is set, also of a frozen one: the forward writes to its weight. Else None."""
         return check_norm(module)
 
+    def batch_axes(self, module: nn.Module, output: Tensor) -> int:
+        """All axes but the features."""
+        return output.dim() - 1
+
     def gradients(
         self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
     ) -> dict[str, PerSampleGradient]:
@@ -66,10 +69,8 @@ class Embedding(Site):
         return Sides(index_BT, tokens(output_gradients[0], batch), counted)
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> SiteRun:
-        """Run the lookup and save its indices for the backward; GramianError for an index without axes."""
+        """Run the lookup and save its indices for the backward."""
         index = first_tensor(args, kwargs)
-        if index.dim() == 0:
-            raise GramianError("saw a 0-dim index; expected indices with the batch as first axis")
         return forward(index), [index], None
 
 

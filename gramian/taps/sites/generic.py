@@ -12,7 +12,7 @@ Under FSDP2 the layer runs again on weights that are gathered for the backward a
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,48 +30,15 @@ from gramian.taps.products.parts import owner
 from gramian.taps.products.replay import matrix_sides
 from gramian.taps.products.sides import LayerForm, Sides
 from gramian.taps.products.weight_forms import forms_of
-from gramian.taps.sites.batch_layout import Layout, batch_of_one, merged, single, split
+from gramian.taps.sites.batch_layout import COPIES, FIRST, SHARED, CallLayouts, Layout, merged, split
 from gramian.taps.sites.borrowed import Borrowed, BuffersBefore, own_parameters
 from gramian.taps.sites.dropout_masks import RecordedMasks, RepeatedMasks
+from gramian.taps.sites.repeated_call import Call
 from gramian.taps.sites.site import Site, SiteRun, observed
 from gramian.taps.sites.weight_hooks import WithHookedWeights, weight_hooks
 
 REPRODUCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """By dtype: largest relative difference between the outputs of two runs on the same samples that counts as rounding."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """What is needed to run one call of a layer again: flattened arguments without their tensors, and the autocast state."""
-
-    forward: Callable[..., Any]
-    leaves: list[Any]
-    """Flattened arguments, None in place of tensors."""
-    places: list[int]
-    """Indices into `leaves` at which the tensors belong."""
-    names: list[str]
-    """Name of the argument that each leaf belongs to: the keyword, or the position as text."""
-    spec: Any
-    observed: list[int]
-    """Indices of the flattened outputs whose gradients are observed."""
-    output_rows: list[int]
-    """Number of rows of each observed output; one row is shared by all samples."""
-    autocast: tuple[str, torch.dtype, bool]
-    buffers: list[str]
-    """Names, inside the layer, of the buffers whose values before the call were saved."""
-    copies: bool = False
-    """True if outputs have no batch axis, and gradients those of a copy for each sample."""
-
-    def again(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Call the layer's forward with `tensors` in place of the original tensors; returns the observed outputs."""
-        leaves = list(self.leaves)
-        for place, value in zip(self.places, tensors, strict=True):
-            leaves[place] = value
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        device, dtype, enabled = self.autocast
-        with torch.autocast(device, dtype=dtype, enabled=enabled):
-            outputs = pytree.tree_leaves(self.forward(*args, **kwargs))
-        return [outputs[i] for i in self.observed]
 
 
 class Generic(Site):
@@ -100,10 +67,13 @@ class Generic(Site):
             "fully_shard below it"
         )
 
-    def input_layouts(self, names: list[str], inputs: list[Tensor], rows: list[int], batch: int) -> list[list[Layout]]:
+    def input_layouts(
+        self, module: nn.Module, names: list[str], inputs: list[Tensor], rows: list[int], batch: int
+    ) -> list[list[Layout]]:
         """Possible batch axes (layouts) of the inputs, most likely first; the first that reproduces the outputs is used.
 
         Args:
+            module: the layer.
             names: names of the inputs: keywords, or positions as text.
             inputs: the tensors.
             rows: number of rows of each observed output.
@@ -115,20 +85,22 @@ class Generic(Site):
         likely: list[Layout] = []
         for x in inputs:
             count = x.shape[0] if x.dim() else 0
-            grouped = count and count != batch and count in rows and count % batch == 0
-            likely.append("first" if count == batch else "grouped" if grouped else "shared")
+            grouped = count and count in rows and count % batch == 0
+            likely.append(FIRST if count == batch or grouped else SHARED)
         # a mask, where T happens to be B; the first input has samples
         square = [i > 0 and x.dim() == 2 and x.shape[0] == x.shape[1] for i, x in enumerate(inputs)]
-        masked: list[Layout] = ["shared" if s else layout for s, layout in zip(square, likely, strict=True)]
+        masked = [SHARED if s else layout for s, layout in zip(square, likely, strict=True)]
         return [likely, masked] if any(square) and masked != likely else [likely]
 
-    def output_layout(self, index: int, value: Tensor, batch: int) -> Layout:
-        """Batch axis of output `index`, `value`: "first" for B rows, "grouped" for k·B; GramianError for other shapes."""
+    def assumed(self, module: nn.Module, x: Tensor) -> Layout:
+        """Batch axis of an input of which nothing is known."""
+        return FIRST
+
+    def output_layout(self, module: nn.Module, index: int, value: Tensor, batch: int) -> Layout:
+        """Batch axis of output `index`, `value`: 0 for k·B rows; GramianError for other shapes."""
         rows = value.shape[0] if value.dim() else 0
-        if rows == batch:
-            return "first"
         if rows and rows % batch == 0:
-            return "grouped"
+            return FIRST
         raise GramianError(f"has an output of shape {list(value.shape)}; expected the batch of {batch} as first axis")
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> SiteRun:
@@ -143,9 +115,9 @@ class Generic(Site):
         before = BuffersBefore(module, bool(weight_hooks(module)))
         output, masks = self.first_run(module, forward, args, kwargs)
         buffers = before.needed()
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        arguments = [str(i) for i, value in enumerate(args) for _ in pytree.tree_leaves(value)]
-        arguments += [name for name, value in kwargs.items() for _ in pytree.tree_leaves(value)]
+        leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=_is_shape)
+        arguments = [str(i) for i, value in enumerate(args) for _ in pytree.tree_leaves(value, is_leaf=_is_shape)]
+        arguments += [name for name, value in kwargs.items() for _ in pytree.tree_leaves(value, is_leaf=_is_shape)]
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         outputs = pytree.tree_leaves(output)
         seen = observed(outputs, withheld=hasattr(forward, "plain"))
@@ -173,6 +145,16 @@ class Generic(Site):
         hooks = weight_hooks(module)
         return WithHookedWeights(module, hooks, plain) if hooks else plain
 
+    def arranged(
+        self, saved: list[Tensor], output_gradients: list[Tensor], layouts: CallLayouts, batch: int, extra: Any
+    ) -> tuple[list[Tensor], list[Tensor], Any]:
+        """All as it is, and the layouts in the `Call`: the layer runs again on its own inputs."""
+        return saved, output_gradients, replace(extra, layouts=layouts)
+
+    def batch_axes(self, module: nn.Module, output: Tensor) -> int:
+        """All axes of the output."""
+        return output.dim()
+
     def first_run(
         self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[Any, list[Tensor]]:
@@ -195,8 +177,8 @@ class Generic(Site):
             GramianError: if it cannot run sample by sample, or then has other outputs than in the first run.
         """
         trained = {name: p for name, p in own_parameters(module, self.whole).items() if p.requires_grad}
-        if not batch:
-            return {name: ExplicitGradient(p.new_zeros(0, *p.shape)) for name, p in trained.items()}
+        if not batch or not any(g.numel() for g in output_gradients):  # a call without rows
+            return {name: ExplicitGradient(p.new_zeros(batch, *p.shape)) for name, p in trained.items()}
         found, narrowest = self._run_again(module, saved, output_gradients, batch, extra, gradients_by_sample)
         return {name: ExplicitGradient(found[name].detach(), narrowest) for name in trained}
 
@@ -245,12 +227,13 @@ class Generic(Site):
         trained = {name: p.detach() for name, p in own_parameters(module, self.whole).items() if p.requires_grad}
         arguments = [call.names[i] for i in call.places]
         failure: GramianError | None = None
-        candidates = self.input_layouts(arguments, inputs, call.output_rows, batch)
-        nobodys: list[list[Layout]] = [["shared"] * len(inputs)]
-        for layouts in nobodys if call.copies else candidates:
+        candidates = self._candidates(module, call, arguments, inputs, batch)
+        sized = call.of_one(batch)
+        calls = [call, sized] if sized != call else [call]
+        for one, layouts in itertools.product(calls, candidates):
             try:
                 found = self._by_sample(
-                    module, call, inputs, layouts, output_gradients, digests, buffers, masks, trained, batch, how
+                    module, one, inputs, layouts, output_gradients, digests, buffers, masks, trained, batch, how
                 )
             except GramianError as error:
                 failure = failure or error
@@ -270,6 +253,28 @@ class Generic(Site):
         left = [*inputs, *(digests[i] for i in used)]
         return self._run_again(module, left, [output_gradients[i] for i in used], batch, fewer, how)
 
+    def _candidates(
+        self, module: nn.Module, call: Call, arguments: list[str], inputs: list[Tensor], batch: int
+    ) -> list[list[Layout]]:
+        """Layouts of the inputs to try, in order: those that a row proof has found, and the site's own where it found none."""
+        if call.copies:
+            return [[SHARED] * len(inputs)]
+        assumed = self.input_layouts(module, arguments, inputs, call.output_rows, batch)
+        if call.layouts is None:
+            return assumed
+        proven = call.layouts.inputs
+        return [
+            [own or other for own, other in zip(proven, likely, strict=True)]
+            for likely in (*assumed, _filled(inputs, call.layouts.output, batch))
+        ]
+
+    def _output_layout(self, module: nn.Module, call: Call, index: int, gradient: Tensor, batch: int) -> Layout:
+        """Batch axis of observed output `index`: as a row proof has found, else as the site assumes."""
+        if call.copies:
+            return COPIES
+        proven = None if call.layouts is None else call.layouts.outputs[call.observed[index]]
+        return proven or self.output_layout(module, index, gradient, batch)
+
     def _by_sample(
         self,
         module: nn.Module,
@@ -285,10 +290,7 @@ class Generic(Site):
         how: Callable[..., tuple[Any, list[Tensor]]],
     ) -> Any:
         """What `how` computes, sample by sample; GramianError if the outputs by samples differ from the first run's."""
-        out_layouts: list[Layout] = [
-            "copies" if call.copies else self.output_layout(i, g, batch) for i, g in enumerate(output_gradients)
-        ]
-
+        out_layouts = [self._output_layout(module, call, i, g, batch) for i, g in enumerate(output_gradients)]
         begin = dict(zip(call.buffers, buffers, strict=True))
 
         def run(parameters: dict[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -296,14 +298,14 @@ class Generic(Site):
             *inputs, number = inputs
             repeated = RepeatedMasks(masks, number, batch) if masks else None
             with Borrowed(module, parameters, self.whole, begin), repeated or nullcontext():
-                ys = call.again([batch_of_one(x, layout) for x, layout in zip(inputs, layouts, strict=True)])
+                ys = call.again(inputs)
             if repeated is not None:
                 repeated.refuse_unused()
-            return [single(y, layout) for y, layout in zip(ys, out_layouts, strict=True)]
+            return ys
 
         split_inputs = [split(x, layout, batch) for x, layout in zip(inputs, layouts, strict=True)]
         split_gradients = [split(g, layout, batch) for g, layout in zip(output_gradients, out_layouts, strict=True)]
-        dims = [None if layout == "shared" else 0 for layout in layouts]
+        dims = [None if layout.axis is None else 0 for layout in layouts]
         numbers_B1 = torch.arange(batch, device=output_gradients[0].device)[:, None]
         found, again = how(run, trained, [*split_inputs, numbers_B1], [*dims, 0], split_gradients)
         for digest, y, layout, rows in zip(digests, again, out_layouts, call.output_rows, strict=True):
@@ -311,6 +313,22 @@ class Generic(Site):
             whole = whole[:rows] if rows == 1 and not call.copies else whole
             _refuse_other_output(digest, _digest(whole), _narrowest(y.dtype, call))
         return found
+
+
+def _filled(inputs: list[Tensor], likely: Layout, batch: int) -> list[Layout]:
+    """For inputs whose content does not show where their samples lie (states that are all zero): the layout of the output.
+
+    If an input does not fit it, its only axis of size B; without one it is one for all samples.
+    """
+    found = []
+    for x in inputs:
+        axes = [axis for axis, size in enumerate(x.shape) if size == batch]
+        found.append(likely if likely.axis in axes else Layout(axes[0]) if len(axes) == 1 else SHARED)
+    return found
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, torch.Size)
 
 
 def _digest(y: Tensor) -> Tensor:

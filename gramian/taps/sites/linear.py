@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gramian.core.errors import GramianError
 from gramian.linalg.wide import wide
 from gramian.parallel.tensor_parallel import full_tensor
 from gramian.taps.gradients import Outer, PerSampleGradient, Summed
@@ -30,17 +29,13 @@ class Linear(Site):
         self.transposed = transposed
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> SiteRun:
-        """Run the layer on its input, cast as autocast would; saves that input if the weight trains.
-
-        Raises:
-            GramianError: if the input has fewer than two axes.
-        """
+        """Run the layer on its input, cast as autocast would; saves that input if the weight trains."""
         x = autocast(first_tensor(args, kwargs))
-        if x.dim() < 2:
-            raise GramianError(
-                f"saw an input of shape {list(x.shape)}; expected the batch as first axis, features last"
-            )
         return forward(x), [x] if trains(module, "weight") else [], None
+
+    def batch_axes(self, module: nn.Module, output: Tensor) -> int:
+        """All axes but the features."""
+        return output.dim() - 1
 
     def gradients(
         self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any

@@ -27,6 +27,10 @@ class TrailingNorm(Site):
         """
         self.centred, self.in_float32 = centred, in_float32
 
+    def batch_axes(self, module: nn.Module, output: Tensor) -> int:
+        """All axes but those that are normalised."""
+        return output.dim() - len(module._parameters["weight"].shape)  # type: ignore[union-attr]
+
     def gradients(
         self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: object
     ) -> dict[str, PerSampleGradient]:

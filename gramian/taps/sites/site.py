@@ -11,6 +11,7 @@ from gramian.core.errors import GramianError
 from gramian.taps.gradients import PerSampleGradient
 from gramian.taps.products.banks import MatrixSides
 from gramian.taps.products.sides import LayerForm, Sides
+from gramian.taps.sites.batch_layout import CallLayouts, first_axis
 
 INLINE = "products"
 """Kind of the layers whose own code runs with an observer on every product of a weight (`products.InlineProducts`)."""
@@ -73,6 +74,23 @@ class Site:
     def copied(self, saved: list[Tensor], extra: Any, batch: int) -> tuple[list[Tensor], Any]:
         """What `run` saved of a call without a batch axis, as of a batch of `batch` equal samples."""
         return [t.expand(batch, *t.shape) for t in saved], extra
+
+    def batch_axes(self, module: nn.Module, output: Tensor) -> int:
+        """Number of the first axes of an output on any of which the samples may lie, because the layer treats them alike.
+
+        1 by default; all but the features for layers that see one token at a time, whose [T, B, D] is then read as [B, T, D].
+        """
+        return 1
+
+    def arranged(
+        self, saved: list[Tensor], output_gradients: list[Tensor], layouts: CallLayouts, batch: int, extra: Any
+    ) -> tuple[list[Tensor], list[Tensor], Any]:
+        """What `run` saved and the output gradients of a call whose samples lie elsewhere, with the samples on axis 0.
+
+        `layouts` are those that a row proof has found. Views where samples lie on axis 1 of at most three, else copies.
+        """
+        saved = [first_axis(t, layouts.output, batch) for t in saved]
+        return saved, [first_axis(g, layouts.output, batch) for g in output_gradients], extra
 
     def gradients(
         self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
@@ -163,8 +181,8 @@ def by_sample(t: Tensor, batch: int) -> Tensor:
     rows = t.shape[0] if t.dim() else 0
     if rows == 1 and batch != 1:
         return t.expand(batch, *t.shape[1:]).unsqueeze(1)
-    if t.dim() and batch == 0 and rows == 0:
-        return t.unsqueeze(1)
+    if t.dim() and batch == 0 and not t.numel():  # wherever the samples would lie
+        return t.new_zeros(0, 1, *t.shape[1:])
     if not t.dim() or not batch or rows % batch:
         raise GramianError(
             f"saw {rows} rows for a batch of {batch}; expected {batch}, 1 (shared by all samples) or a multiple of {batch} "
@@ -174,6 +192,11 @@ def by_sample(t: Tensor, batch: int) -> Tensor:
 
 
 def tokens(t: Tensor, batch: int) -> Tensor:
-    """View [B·k, …, N], k rows per sample and features last, as [B, T, N]: T tokens per sample. Raises as `by_sample`."""
+    """View [B·k, …, N], k rows per sample and features last, as [B, T, N]: T tokens per sample. Raises as `by_sample`.
+
+    Features alone [N] are no rows either; they have a copy for each sample where a proof shows that none is theirs.
+    """
+    if t.dim() < 2:
+        raise GramianError(f"saw an input of shape {list(t.shape)}; expected the batch as first axis, features last")
     split = by_sample(t, batch)
     return split.reshape(batch, torch.Size(split.shape[1:-1]).numel(), t.shape[-1])

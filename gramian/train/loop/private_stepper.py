@@ -276,9 +276,9 @@ class PrivateStepper(Stepper):
         return self.engine.not_replayed
 
     def groups_of_records(self) -> tuple[int, Any] | None:
-        """(number of groups, group of each window) of cyclic sampling; None: draws are from all windows. For an audit."""
+        """(number of groups, group of each unit) of cyclic sampling; None: draws are from all units. For an audit."""
         groups = self._loader.groups
-        return None if groups is None else (groups.count, groups.of(len(self._windows)))
+        return None if groups is None else (groups.count, groups.of(self._loader.size))
 
     def exhausted(self, steps: int) -> bool:
         """Whether all `steps` releases that target_epsilon, or noise "bandmf", allows were made; repeated ones count too."""

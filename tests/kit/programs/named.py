@@ -69,13 +69,13 @@ NAMED: dict[str, Named] = {
     "positions [T] in any order with T = B": _named(
         "bare_positions", "linear", "rows", norms=EITHER, samples=4, seed=3
     ),
-    "two views concatenated": _named("concatenated_views(linear)", "rows", norms="refused"),
+    "two views concatenated": _named("concatenated_views(linear)", "rows", norms="exact"),
     "two views stacked": _named("stacked_views(linear)", "rows", norms="exact"),
-    "windows of all samples in turn": _named("windows_first(linear)", "rows", norms="refused"),
+    "windows of all samples in turn": _named("windows_first(linear)", "rows", norms="exact"),
     "windows of each sample": _named("windows(linear)", "rows", norms="exact"),
     "a recurrent layer on windows": _named("windows(recurrent_layer)", "rows", norms="exact"),
-    "time first, T = B": _named("time_first(linear)", "rows", norms="refused", samples=4),
-    "time first, T = 2 B": _named("time_first(linear)", "rows", norms="refused", samples=2),
+    "time first, T = B": _named("time_first(linear)", "rows", norms="exact", samples=4),
+    "time first, T = 2 B": _named("time_first(linear)", "rows", norms="exact", samples=2),
     "time-first convolution, T = B": _named("time_first(convolution)", "rows", norms="refused", samples=4),
     "tokens sent to experts": _named("experts", "rows", norms=EITHER),
     # The forward changed

@@ -22,6 +22,7 @@ from gramian.taps.model.dropout import python_body
 from gramian.taps.products.banks import MatrixSides
 from gramian.taps.products.parts import owner
 from gramian.taps.products.sides import LayerForm
+from gramian.taps.sites.batch_layout import CallLayouts
 from gramian.taps.sites.borrowed import own_parameters
 from gramian.taps.sites.generic import Generic
 from gramian.taps.sites.products.row_owners import RowOwners
@@ -65,10 +66,16 @@ class InlineProducts(Site):
         return {} if not keys else extra.matrix_sides(keys, saved, output_gradients[0], batch)
 
     def observed(
-        self, module: nn.Module, forward: Callable[..., Any], batch: int, observe: Observe
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        batch: int,
+        observe: Observe,
+        layouts: CallLayouts | None = None,
     ) -> Callable[..., Any]:
         """The layer's own `forward` with an observer behind each product of a trained weight.
 
+        `layouts`: where the samples lie in its inputs, as a row proof has found; None: as the fallback assumes.
         It raises UnknownUse if a weight is used otherwise, if the samples of its rows are not known, or if no function of torch
         shows any use of a weight (one inside an `autograd.Function`, say).
         """
@@ -76,7 +83,10 @@ class InlineProducts(Site):
 
         def run(*args: Any, **kwargs: Any) -> Any:
             weights = {name: user_names.parameter(module, name) for name in trained}
-            owners = RowOwners(pytree.tree_leaves((args, kwargs)), batch)
+            inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            found = [None] * len(inputs) if layouts is None else layouts.inputs
+            places = [own or self.fallback.assumed(module, x) for own, x in zip(found, inputs, strict=True)]
+            owners = RowOwners(inputs, places, batch)
             with ProductMode(WeightViews(weights), owners, batch, observe) as mode:
                 output = forward(*args, **kwargs)
             if batch and torch.is_grad_enabled() and mode.used < set(trained):

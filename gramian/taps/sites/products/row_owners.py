@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gramian.taps.gradients.grouped_rows import BITS
+from gramian.taps.sites.batch_layout import Layout, split
 from gramian.taps.sites.products.weight_views import UnknownUse
 
 MOVES = frozenset((
@@ -51,13 +52,13 @@ class Owners:
 class RowOwners:
     """The owners of the rows of tensors that a layer's code makes."""
 
-    def __init__(self, inputs: Sequence[Any], batch: int) -> None:
-        """Begin with tensors of k·B rows on axis 0, the rows of a sample next to each other; others have no owners."""
+    def __init__(self, inputs: Sequence[Tensor], layouts: Sequence[Layout], batch: int) -> None:
+        """Begin with tensors of k·B rows where `layouts` have the samples; others have no owners."""
         self._of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        for x in inputs:
-            if isinstance(x, Tensor) and x.dim() > 1 and batch and x.shape[0] and x.shape[0] % batch == 0:
-                rows = x.shape[:-1]
-                self._of[x] = Owners(_in_order(batch, rows.numel() // batch).reshape(rows), fixed=True)
+        for x, layout in zip(inputs, layouts, strict=True):
+            rows, axis = x.shape[:-1], layout.axis
+            if batch and axis is not None and axis < len(rows) and rows[axis] and rows[axis] % batch == 0:
+                self._of[x] = Owners(_in_order(batch, tuple(rows), layout), fixed=True)
 
     def of_use(self, x: Tensor, y: Tensor, columns: bool) -> Owners:
         """The owners of the rows of y, a product of the rows of x and a weight.
@@ -171,9 +172,13 @@ def _reshaped(owners: Tensor, before: torch.Size, after: torch.Size) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _in_order(batch: int, tokens: int) -> Tensor:
-    """Owners of `batch` samples of `tokens` rows each, one sample after the other."""
-    return ((torch.arange(batch) << BITS)[:, None] + torch.arange(tokens)).flatten()
+def _in_order(batch: int, rows: tuple[int, ...], layout: Layout) -> Tensor:
+    """Owners [*rows] of rows of `batch` samples, which lie as `layout` says; each sample's rows are numbered in order."""
+    owners = torch.empty(rows, dtype=torch.long)
+    by_sample = split(owners, layout, batch)
+    numbers = (torch.arange(batch) << BITS)[:, None] + torch.arange(owners.numel() // batch)
+    by_sample.copy_(numbers.view(by_sample.shape))
+    return owners
 
 
 _ON_DEVICES: dict[Any, Tensor] = {}
