@@ -19,6 +19,7 @@ from gramian.core.errors import GramianError
 from gramian.parallel.data_parallel import reshard
 from gramian.taps.model.preserve_state import Generators, InitialState, preserve_state
 from gramian.taps.model.python_state import graph_tensors
+from gramian.taps.model.whole_layers import whole_classes
 from gramian.taps.proof.batch_proof import BatchProof, CollateAlone
 from gramian.taps.proof.batch_structure import structure_of
 from gramian.taps.proof.isolated_runs import zeros_filled
@@ -135,7 +136,7 @@ class RowProof:
         before = {id(t) for t in graph_tensors(root).values()} if watched else set()
         model.calls, shared = [], set(model.shared)
         output = forward(args, kwargs)
-        unseen, layouts = self._unseen(key, model.calls), model.layouts
+        unseen, assumed = self._unseen(key, model.calls), self._assumed()
         if tells_apart and not unseen and not proven_before and self._silent.intersection(model.calls):
             self._silent_forwards += 1
             if self._silent_forwards.bit_count() == 1:  # after 1, 2, 4, 8 … forwards: the gradient may not vanish now
@@ -145,8 +146,8 @@ class RowProof:
             if proven_before:
                 refuse_unseen(unseen)
             self._prove(key, samples, execute, sums_only=not tells_apart)
-            # it ran without a row for each sample, or with samples elsewhere
-            if model.layouts != layouts or any(rows == 0 and layer not in shared for layer, _, rows in unseen):
+            # it ran without a row for each sample, or as layers were understood before the proof
+            if self._assumed() != assumed or any(rows == 0 and layer not in shared for layer, _, rows in unseen):
                 self._generators.restore(states)
                 if beginning is not None:
                     beginning.restore()
@@ -154,6 +155,10 @@ class RowProof:
         if key in self.proven:
             self._refuse_backward_through(output, before, self.proven[key].open_outputs)
         return output
+
+    def _assumed(self) -> tuple[Any, ...]:
+        """What a forward assumes of layers: calls without a batch axis, layers tapped as one, where samples lie."""
+        return self.model.batch_free, whole_classes(self.model.root_module), self.model.layouts
 
     def before_compiled(self, forward: Forward, args: Any, kwargs: Any, batch: int) -> None:
         """Run the row proof before a compiled forward, unless earlier proofs cover it; arguments as in `guard`.
