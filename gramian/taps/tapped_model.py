@@ -35,6 +35,18 @@ Call = tuple[str, int, int]
 """A call of a tapped layer: (its name, number of its earlier calls in the forward, rows per sample as `rows_over_batch`)."""
 
 
+@dataclass(frozen=True)
+class LayerUses:
+    """How a forward uses the layers of a model."""
+
+    calls: frozenset[Call]
+    """Calls of tapped layers."""
+    rows: frozenset[int]
+    """Rows per sample of what these calls are given or return, as `rows_over_batch` counts them."""
+    past_a_tap: bool
+    """True if outputs depend on a weight of a layer that is not called."""
+
+
 @dataclass
 class ProofRun:
     """Calls of tapped layers in one run of the row proof, and layers whose one row for all samples was expanded to B rows."""

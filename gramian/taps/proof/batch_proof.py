@@ -15,12 +15,12 @@ from gramian.taps.model.preserve_state import InitialState
 from gramian.taps.model.whole_layers import whole_classes
 from gramian.taps.proof.isolated_runs import undisturbed
 from gramian.taps.proof.output_kinds import OutputKinds, counts_differ
-from gramian.taps.proof.proof_runs import Execute, LayerUses, ProofRuns, Refuted, SecondAxis, refuse
+from gramian.taps.proof.proof_runs import Execute, ProofRuns, Refuted, SecondAxis, refuse
 from gramian.taps.proof.prover import Proven, Prover
 from gramian.taps.proof.remedies.layer_assumptions import LayerAssumptions
 from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.proof.single_unit import SampleAlone
-from gramian.taps.tapped_model import TappedModel
+from gramian.taps.tapped_model import LayerUses, TappedModel
 
 logger = logging.getLogger("gramian.taps")
 

@@ -1,12 +1,14 @@
 """The floating-point tensors that a forward returns, or stores in attributes of modules, and their rows per sample."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from gramian.core.errors import GramianError
 from gramian.taps.model.python_state import graph_tensors
 from gramian.taps.proof.sample_arguments import SampleArguments
 
@@ -61,3 +63,25 @@ def rows_of(output: Tensor, samples: SampleArguments) -> int:
     if not output.dim() or not output.shape[0] or output.shape[0] % samples.batch:
         return 0
     return output.shape[0] // samples.batch
+
+
+def refuse_backward_through(root: nn.Module, output: Any, before: Collection[int], reasons: dict[int, str]) -> None:
+    """Hook the outputs in `reasons`, {index: why it was not proven}, so that a backward through one raises GramianError.
+
+    Attributes of modules count as outputs, except tensors whose `id` is in `before`, which were there before the forward.
+    """
+    if not reasons:
+        return
+    returned = output_tensors(output)
+    for number, tensor in enumerate([*returned, *left_in_attributes(root, before, returned).values()]):
+        if number in reasons and tensor.requires_grad:
+            tensor.register_hook(partial(_refuse_gradient, reasons[number]))
+
+
+def _refuse_gradient(reason: str, gradient: Tensor | None) -> None:
+    if gradient is None or not bool(gradient.any()):
+        return  # of another output of the same layer
+    raise GramianError(
+        f"{reason}, and a backward goes through it; expected a loss of outputs with one row for each sample, and a model that "
+        "does not return what it goes on with (use_cache=False)"
+    )

@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
 from gramian.core.errors import GramianError
-from gramian.core.wrapped_tensors import plain_tensors
-from gramian.kernels.checksums import checksums
-from gramian.parallel.data_parallel import local
 from gramian.taps.model import user_names
+from gramian.taps.model.frozen_parameters import checksums_of, refuse_written
 from gramian.taps.model.preserve_state import InitialState
 from gramian.taps.model.python_state import graph_tensors
 from gramian.taps.proof.model_outputs import left_in_attributes, output_tensors, parameters_behind, rows_of
@@ -26,15 +24,13 @@ from gramian.taps.proof.row_fingerprint import HALF, Fingerprint
 from gramian.taps.proof.row_recorder import Key, Recorder
 from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.tap import LayerRefused
-from gramian.taps.tapped_model import Call, Layouts, TappedModel, rows_over_batch
+from gramian.taps.tapped_model import Call, LayerUses, Layouts, TappedModel, rows_over_batch
 
 Source = Sequence[int] | Tensor
 """Content of a run's batch: the index of the sample in each place [B], or of the token in each place [B, T]."""
 SCALE = 0.5
 """Factor of all cotangents in the untapped run: its gradients are then half of the tapped run's only if the backward is
 linear in the loss."""
-SAMPLED = 4096
-"""Number of first values of a frozen parameter that are compared before and after a forward."""
 SecondAxis = Literal["certain", "later", "all"]
 Execute = Callable[[Any], Any]
 """Function that runs the model, or a loss behind it, on arguments and returns the outputs."""
@@ -83,18 +79,6 @@ class TappedRun:
                 sides[self.sides[key]] = max(sides[self.sides[key]], fingerprint.largest)
         eps = max((fingerprint.eps for fingerprint in self.rows.values()), default=0.0)
         return 64 * eps * sides["input"] * sides["output gradient"] if eps < HALF else 0.0
-
-
-@dataclass(frozen=True)
-class LayerUses:
-    """How a forward uses the layers of a model."""
-
-    calls: frozenset[Call]
-    """Calls of tapped layers."""
-    rows: frozenset[int]
-    """Rows per sample of what these calls are given or return, as `rows_over_batch` counts them."""
-    past_a_tap: bool
-    """True if outputs depend on a weight of a layer that is not called."""
 
 
 class ProofRuns:
@@ -175,10 +159,10 @@ class ProofRuns:
         """
         self._begin()
         frozen = {name: p for name, p in user_names.named_parameters(self._root) if not p.requires_grad}
-        before = _values(frozen)
+        before = checksums_of(frozen)
         with self._model.untapped() as weights:
             outputs = self._find_second(self._results(self._samples.take(self.everyone)))
-            _refuse_written(frozen, before)
+            refuse_written(frozen, before)
             chosen = set(choose(outputs))
             self.cotangents = [self._cotangent(i, y) if i in chosen else None for i, y in enumerate(outputs)]
             self.row_outputs = {i for i, y in enumerate(outputs) if self.rows_of(y)}
@@ -244,7 +228,7 @@ class ProofRuns:
         finally:
             self._samples, self.cotangents = samples, cotangents
 
-    def calls(self) -> "LayerUses":
+    def calls(self) -> LayerUses:
         """How a forward on the batch uses its layers. Raises Refuted as `tapped`."""
         self._begin()
         recorder = Recorder(self._seed, self._samples.units, self._model.batch_size)
@@ -372,28 +356,6 @@ def blamed_on(expanded: set[str]) -> Iterator[None]:
             f"stands for each of them ({type(error).__name__}); expected code that broadcasts the row over the batch",
             layer=min(expanded),
         ) from error
-
-
-def _values(parameters: dict[str, nn.Parameter]) -> Tensor:
-    """Checksums [parameters] of the first SAMPLED values of each; of an empty tensor for 8-bit, integer and meta parameters.
-
-    Of a quantised weight the first tensor of its own that can be compared counts: its scales.
-    """
-    found = []
-    for p in parameters.values():
-        parts = (t for t in plain_tensors(local(p.detach())) if t.is_floating_point() and t.element_size() > 1)
-        found.append(next((t.contiguous() for t in parts if not t.is_meta), torch.empty(0)))
-    return checksums(found, SAMPLED) if found else torch.empty(0)
-
-
-def _refuse_written(frozen: dict[str, nn.Parameter], before: Tensor) -> None:
-    """Raise GramianError for a frozen parameter whose values differ from `before`: the forward wrote into it."""
-    for name, changed in zip(frozen, (_values(frozen) != before).tolist(), strict=True):
-        if changed:
-            raise GramianError(
-                f"{name}: is a frozen parameter that the forward writes into, so that no two forwards are equal; expected it "
-                "to be written after the optimizer's step, or to be a buffer"
-            )
 
 
 def _gradients(pairs: Sequence[tuple[Tensor, Tensor]], weights: dict[str, Tensor]) -> dict[str, Tensor | None]:

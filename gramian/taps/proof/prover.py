@@ -385,12 +385,9 @@ class Prover:
         sides = [rows for key, rows in base.rows.items() if base.sides[key] != "input"]
         return {int(unit) for rows in sides for unit in (rows.projections_RK != 0).any(1).nonzero().flatten()}
 
-    # ---- one row for all samples -----------------------------------------------------------------------------------
-
     def _refuse_shared_samples(self, base: TappedRun) -> None:
         """Raise Refuted if the one row that a layer processes for all samples changes when the batch is rolled by one."""
-        batch = self._samples.batch
-        run = self.runs.tapped([(i + 1) % batch for i in range(batch)])
+        run = self.runs.tapped([*range(1, self._samples.batch), 0])
         shared = {(layer, ordinal) for layer, ordinal, rows in base.calls if rows == 0}
         for key, before in base.rows.items():
             after = run.rows.get(key)

@@ -23,7 +23,7 @@ from gramian.taps.model.whole_layers import whole_classes
 from gramian.taps.proof.batch_proof import BatchProof, CollateAlone
 from gramian.taps.proof.batch_structure import structure_of
 from gramian.taps.proof.isolated_runs import zeros_filled
-from gramian.taps.proof.model_outputs import left_in_attributes, output_tensors
+from gramian.taps.proof.model_outputs import output_tensors, refuse_backward_through
 from gramian.taps.proof.proof_runs import Execute, Refuted, blamed_on
 from gramian.taps.proof.prover import Proven
 from gramian.taps.proof.row_recorder import Recorder
@@ -153,7 +153,7 @@ class RowProof:
                     beginning.restore()
                 output = forward(args, kwargs)
         if key in self.proven:
-            self._refuse_backward_through(output, before, self.proven[key].open_outputs)
+            refuse_backward_through(root, output, before, self.proven[key].open_outputs)
         return output
 
     def _assumed(self) -> tuple[Any, ...]:
@@ -379,29 +379,6 @@ class RowProof:
         digest = hashlib.blake2b(f"{len(self.proven)} {self.open_batches} {self.model.passes.begun}".encode())
         return int.from_bytes(digest.digest()[:6], "little")
 
-    def _refuse_backward_through(self, output: Any, before: Collection[int], reasons: dict[int, str]) -> None:
-        """Hook the outputs in `reasons`, {index: why it was not proven}, so that a backward through one raises GramianError.
-
-        Attributes of modules count as outputs, except tensors whose `id` is in `before`, which were there before the forward.
-        """
-        if not reasons:
-            return
-        returned = output_tensors(output)
-        for number, tensor in enumerate(
-            [*returned, *left_in_attributes(self.model.root_module, before, returned).values()]
-        ):
-            if number in reasons and tensor.requires_grad:
-                tensor.register_hook(partial(_refuse_gradient, reasons[number]))
-
 
 def _execute(forward: Forward, arguments: Any) -> Any:
     return forward(*arguments)
-
-
-def _refuse_gradient(reason: str, gradient: Tensor | None) -> None:
-    if gradient is None or not bool(gradient.any()):
-        return  # of another output of the same layer
-    raise GramianError(
-        f"{reason}, and a backward goes through it; expected a loss of outputs with one row for each sample, and a model that "
-        "does not return what it goes on with (use_cache=False)"
-    )
