@@ -1356,7 +1356,7 @@ BUGS = (
     ),
     Mutation(
         "band of another release",
-        Edit("CorrelatedNoise._recur", "(release - lag) % rows", "(release + lag) % rows"),
+        Edit("CorrelatedNoise._recur", "(release - lag) % rows", "(release - rows) % rows"),
         _correlated_matrix("bandmf", 4),
     ),
     Mutation(
@@ -1366,7 +1366,7 @@ BUGS = (
     ),
     Mutation(
         "records of all groups in every draw",
-        Edit("Groups.cyclic_draw", "return indices[self.of(size)[indices] == number % self.count]", "return indices"),
+        Edit("Groups.cyclic_draw", "indices[self.of(size)[indices] == number % self.count]", "indices"),
         test_correlated_noise.test_a_record_is_drawn_from_its_own_group_at_the_rate_of_the_group,
     ),
     Mutation(
