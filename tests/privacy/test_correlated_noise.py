@@ -11,6 +11,7 @@ import torch
 from scipy.optimize import minimize
 
 import gramian
+from gramian.core.byte_amounts import format_bytes
 from gramian.integrations.trainer_privacy import TrainerPrivacy
 from gramian.kernels import chacha
 from gramian.privacy.accounting.accountant import Accounting
@@ -298,7 +299,7 @@ def test_a_run_adds_correlated_noise_to_its_sums_and_draws_from_groups_in_turn(
     with poisson_run(p, p.model(), 1.0, noise_multiplier=1.5, max_physical_batch=pieces, **options) as run:
         recorded = Recorded(run, 1.5)
         drawn = list(drawn_steps(run, p, 8))
-        engine = run.engine
+        engine, plan, state = run.engine, run.engine.plan, run.engine.state_dict()["noise"]
     c_TT = strategy_matrix(options["noise"], options["bands"], 8)
     if options["noise"] == "bandmf":
         c_TT = dense(NoiseStrategy.of("bandmf", 3, 8).column(8))
@@ -310,6 +311,9 @@ def test_a_run_adds_correlated_noise_to_its_sums_and_draws_from_groups_in_turn(
     for first, later in itertools.combinations(range(8), 2):
         if (later - first) % groups:
             assert not set(drawn[first]) & set(drawn[later])
+    stored, says = sum(t.nbytes for entry in state.values() for t in entry["buffers"]), engine.noise_record(8)["bytes"]
+    assert stored == says == (2 * sum(q.nbytes for q in run.model.parameters()) if groups == 3 else 0)
+    assert plan is not None and f"{options['bands']} bands, {format_bytes(stored)} of buffers" in str(plan)
     (kind,) = engine.accountant.history
     assert kind == (1.5, EXPECTED / RECORDS, 8, options["noise"], options["bands"], groups)
     assert engine.get_epsilon(DELTA) == pytest.approx(epsilon_of("prv", (plain_run(kind),), DELTA), rel=1e-6)
