@@ -135,8 +135,10 @@ def check_noise(name: Any, bands: Any, releases: Any) -> None:
 
 def inverse_root(bands: int) -> Numbers:
     """The first `bands` coefficients of (1 - x)^½: 1, -1/2, -1/8, -1/16 and so on."""
-    ratios = [1.0, *((2 * i - 3) / (2 * i) for i in range(1, bands))]
-    return np.cumprod(np.array(ratios, np.float64))
+    found = [1.0]
+    for i in range(1, bands):
+        found.append(found[-1] * (2 * i - 3) / (2 * i))
+    return np.array(found)
 
 
 @lru_cache(maxsize=16)
