@@ -137,7 +137,9 @@ def noise_of(name: str, bands: int, key: bytes = KEY) -> CorrelatedNoise:
     return CorrelatedNoise(NoisePlan(key, SHAPES.items()), NoiseStrategy.of(name, bands, T))
 
 
-def added(noise: CorrelatedNoise, release: int, dtype: torch.dtype = torch.float64, std: float = 0.5) -> torch.Tensor:
+def added(
+    noise: CorrelatedNoise, release: int, dtype: torch.dtype = torch.float64, std: float | torch.Tensor = 0.5
+) -> torch.Tensor:
     """The noise of a release on sums of three parameters, in units of std, flat."""
     sums = [torch.full(shape, 7.0, dtype=dtype) for shape in SHAPES.values()]
     targets = [torch.empty_like(t) for t in sums]
@@ -185,6 +187,13 @@ def test_sums_of_narrow_numbers_are_rounded_once(name: str, bands: int, dtype: t
         assert (wanted.double() - found.double()).abs().max() <= 2 * torch.finfo(
             dtype
         ).eps * wanted.double().abs().max()
+
+
+@pytest.mark.parametrize("name, bands", [("bandmf", 4), ("bisr", 3)])
+def test_the_scale_may_be_a_number_or_a_tensor_as_a_loss_scaler_gives(name: str, bands: int) -> None:
+    one, other = noise_of(name, bands), noise_of(name, bands)
+    for t in range(4):
+        assert torch.equal(added(one, t), added(other, t, std=torch.tensor(0.5)))
 
 
 # ---- sampling ----------------------------------------------------------------------------------------------------------
