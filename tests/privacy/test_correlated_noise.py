@@ -362,6 +362,23 @@ def test_a_replay_goes_on_with_the_same_noise_and_a_resume_without_begins_anew(o
         assert not set(first) & set(second)
 
 
+@either
+def test_a_state_saved_after_detach_goes_on_without_a_replay(options: dict) -> None:
+    """The noise of a model goes with it, so such a state cannot be replayed, and says so."""
+    p, engine = problem("mlp", RECORDS), gramian.PrivacyEngine("rdp")
+    with poisson_run(p, p.model(), 1.0, engine=engine, noise_multiplier=1.0, **options) as run:
+        list(drawn_steps(run, p, 2))
+    after = gramian.PrivacyEngine("rdp")
+    with refusal("state: its noise is damaged"):
+        after.load_state_dict(engine.state_dict(), replay=True)
+    after.load_state_dict(engine.state_dict())
+    with pytest.warns(UserWarning, match="steps begun after it was saved"):
+        run = poisson_run(p, p.model(), 1.0, engine=after, noise_multiplier=1.0, **options)
+        with run as again:
+            list(drawn_steps(again, p, 1))
+    assert after.accountant.history == ((1.0, 0.25, 3, *engine.accountant.history[0][3:]),)
+
+
 def test_lost_releases_use_up_the_fixed_number_and_past_it_a_step_is_refused(tmp_path: object) -> None:
     p, options = problem("mlp", RECORDS), {"noise_multiplier": 1.0, "noise": "bandmf", "bands": 2, "releases": 5}
     engine = seeded_engine()

@@ -213,7 +213,7 @@ class Ledger:
             GramianError: if the state is not one of `state_dict`, or its options are not those of the run to replay; nothing
                 has changed then.
         """
-        _check_state(state)
+        _check_state(state, replay)
         asked, replay = replay, replay and state.get("generator") == NORMALS_VERSION
         is_open = self._parallel is not None
         secrets = Secrets(insecure_reproducible=self.secrets.insecure_reproducible)
@@ -363,8 +363,8 @@ class Ledger:
             self.accounting.set_steps(self.counter.spent)
 
 
-def _check_state(state: Any) -> None:
-    """Raise a `GramianError` unless `state` has all fields that `Ledger` and the engine read."""
+def _check_state(state: Any, replay: bool) -> None:
+    """Raise a `GramianError` unless `state` has all fields that are read, and for a replay the noise."""
     if not isinstance(state, Mapping) or not is_count(state.get("schema")) or state["schema"] != SCHEMA:
         raise GramianError(f"state: expected what engine.state_dict() gave (schema {SCHEMA})")
     missing = {"secrets", "accountant", "counter", "nonfinite", "config"} - set(state)
@@ -374,7 +374,7 @@ def _check_state(state: Any) -> None:
     damaged = [field for field in ("secrets", "accountant", "counter") if not isinstance(state[field], Mapping)]
     if not is_count(state["nonfinite"]):
         damaged.append("nonfinite")
-    correlated = isinstance(config, Mapping) and "noise" in config
+    correlated = replay and isinstance(config, Mapping) and "noise" in config
     if not isinstance(state.get("noise"), Mapping if correlated else Mapping | None):
         damaged.append("noise")
     if not is_count(state.get("generator", 1)):  # states of the first generator have no such field
