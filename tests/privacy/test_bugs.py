@@ -1393,7 +1393,7 @@ BUGS = (
     ),
     Mutation(
         "buffers of noise lost in a replay",
-        Edit("PrivateModel._resume_noise", "noise.load_state_dict(state, self.trained)", "pass"),
+        Edit("PrivateModel._resume_noise", "noise.load_state_dict(state or {}, self.trained)", "pass"),
         partial(
             test_correlated_noise.test_a_replay_goes_on_with_the_same_noise_and_a_resume_without_begins_anew,
             test_correlated_noise.CORRELATED["bandmf"],

@@ -25,7 +25,7 @@ from tests.kit.refusals import refusal
 from tests.privacy.poisson_runs import EXPECTED, RECORDS, drawn_steps, flat_of, poisson_run, seeded_engine
 from tests.statistics.problems import problem
 
-pytestmark = pytest.mark.few_proofs
+pytestmark = [pytest.mark.few_proofs, pytest.mark.filterwarnings("ignore:state. steps begun")]
 KEY = bytes(range(32))
 DELTA = 1e-5
 STRATEGIES = [("bandmf", 1), ("bandmf", 2), ("bandmf", 4), ("bisr", 1), ("bisr", 3), ("bisr", 6)]
