@@ -8,9 +8,12 @@ from typing import Any
 from gramian.core.errors import GramianError
 from gramian.privacy.accounting.noise_search import find_noise_multiplier
 from gramian.privacy.engine import PrivacyEngine
+from gramian.privacy.noise.noise_strategy import check_noise, kind_of
 from gramian.privacy.options import is_number
 
-ENGINE = ("clip_function", "clipping", "norm_algorithm", "memory_budget", "tuning", "proof")
+ENGINE = (
+    "clip_function", "noise", "bands", "releases", "clipping", "norm_algorithm", "memory_budget", "tuning", "proof",
+)  # fmt: skip
 """Arguments of `make_private` that are passed on as they are."""
 
 
@@ -42,8 +45,7 @@ class TrainerPrivacy:
     seed: int | None = None
     """Seed of that noise."""
     engine: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of `make_private`: `clip_function`, `clipping`, `norm_algorithm`, `memory_budget`, `tuning`,
-    `proof`."""
+    """Further arguments of `make_private`, by the names in ENGINE."""
 
     @classmethod
     def of(cls, given: Any) -> "TrainerPrivacy":
@@ -76,8 +78,17 @@ class TrainerPrivacy:
         return PrivacyEngine(self.accountant, insecure_reproducible=self.insecure_reproducible, seed=self.seed)
 
     def noise_for(self, steps: int, sample_rate: float) -> float:
-        """The given noise multiplier, or the least with which `steps` steps at this rate spend at most target_epsilon."""
+        """The given noise multiplier, or the least with which `steps` steps at this rate spend at most target_epsilon.
+
+        With `releases` of correlated noise these are the steps.
+        """
         if self.noise_multiplier is not None:
             return self.noise_multiplier
         assert self.target_epsilon is not None
-        return find_noise_multiplier(self.target_epsilon, self.target_delta, sample_rate, steps, self.accountant)
+        name, bands, releases = (self.engine.get(key) for key in ("noise", "bands", "releases"))
+        rest: tuple[Any, ...] = ()
+        if name is not None:
+            check_noise(name, bands, releases)
+            rest = kind_of(name, bands, sample_rate)
+        steps = releases or steps
+        return find_noise_multiplier(self.target_epsilon, self.target_delta, sample_rate, steps, self.accountant, rest)

@@ -242,9 +242,10 @@ class PrivacyEngine(PrivateBatches):
         mechanism = self._ledger.accounting.mechanism
         rest: tuple[Any, ...] = (records or 0, options.get("max_draw") or 0) if poisson == "truncated" else ()
         if is_correlated(options.get("noise", "gaussian")):
-            steps = options["releases"] = options.get("releases") or steps
-            check_noise(options["noise"], options.get("bands"), steps)
-            rest = kind_of(options["noise"], options.get("bands"), rate.sample_rate)
+            kind, steps = options["noise"], options.get("releases") or steps
+            check_noise(kind, options.get("bands"), steps)
+            rest = kind_of(kind, options["bands"], rate.sample_rate)
+            options |= {"releases": steps} if kind == "bandmf" else {}
         noise = find_noise_multiplier(target_epsilon, target_delta, rate.sample_rate, steps, mechanism, rest)
         made = self.make_private(data_loader=data_loader, noise_multiplier=noise, **options)
         self.limit_epsilon(target_epsilon, target_delta, planned=steps)

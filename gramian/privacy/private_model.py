@@ -211,14 +211,17 @@ class PrivateModel:
         self._ledger.noise_state = None
         if not isinstance(noise, CorrelatedNoise):
             return
-        if state is not None:
-            try:
-                noise.load_state_dict(state, self.trained)
-            except GramianError:
-                self._ledger.end_replay()
-                raise
-        numbers = {"noise": digest(noise.numbers())}
-        if self.parallel.differing(numbers, next(iter(self.trained.values())).device) is not None:
+        problem = None
+        try:
+            noise.load_state_dict(state or {}, self.trained)
+        except GramianError as found:  # raised when all processes know
+            problem = found
+            self._ledger.end_replay()
+        numbers = {"noise": -1 if problem is not None else digest(noise.numbers())}
+        differs = self.parallel.differing(numbers, next(iter(self.trained.values())).device)
+        if problem is not None:
+            raise problem
+        if differs is not None:
             raise GramianError("state: its noise is not on every process; expected load_state_dict on all of them")
 
     # ---- installation ----------------------------------------------------------------------------------------------

@@ -121,8 +121,8 @@ def _privacy(run: RunData) -> list[str]:
     if not isinstance(facts, Mapping):
         return []
     noise = facts.get("noise")
-    correlated = isinstance(noise, Mapping) and "bands" in noise
-    how = f" ({noise['name']} over {noise['bands']} releases)" if correlated else ""
+    correlated = noise if isinstance(noise, Mapping) and "bands" in noise else None
+    how = f" ({correlated['name']} over {correlated['bands']} releases)" if correlated else ""
     return [
         f"Training is private (DP-SGD): noise multiplier {_text(facts.get('noise_multiplier'))}{how}, sample rate "
         f"{_text(facts.get('sample_rate'))}, clip norm {_option(run, 'privacy', 'max_grad_norm')}, unit "

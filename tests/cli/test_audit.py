@@ -30,16 +30,17 @@ def audited(folder: Path, canaries: AuditFinding | None = None, *words: str) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(audit_module, "check_sensitivity", lambda run: passes("sensitivity"))
         patch.setattr(audit_module, "check_releases", lambda run, count: [passes("noise")])
-        patch.setattr(audit_module, "check_canaries", lambda *mechanism: canaries or passes("canaries"))
+        patch.setattr(audit_module, "check_canaries", lambda *mechanism, **noise: canaries or passes("canaries"))
         return main(["audit", str(folder), *words])
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A private run of two steps, and its receipt."""
+    """A private run of two steps with correlated noise, and its receipt."""
     folder = tmp_path_factory.mktemp("audited") / "run"
     model, data = {"layers": 1, "width": 16}, {"length": 16, "batch": 4}
-    config = small(folder, run={"steps": 2}, model=model, data=data, schedule={"warmup": 1}, privacy=UNPROVEN)
+    privacy = {**UNPROVEN, "noise": "bandmf", "bands": 2}
+    config = small(folder, run={"steps": 2}, model=model, data=data, schedule={"warmup": 1}, privacy=privacy)
     run(config)
     assert audited(folder) == 0
     return folder

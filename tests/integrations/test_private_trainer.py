@@ -286,6 +286,15 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
     assert (tmp_path / "two" / "checkpoint-2" / "_privacy_engine.pt").exists()
 
 
+@pytest.mark.full
+def test_correlated_noise_is_passed_on(tmp_path: Path) -> None:
+    options = {"noise_multiplier": 0.5, "noise": "bandmf", "bands": 2, "releases": 3}
+    made = trainer(tmp_path, secret=options, per_device_train_batch_size=4, max_steps=3)
+    made.train()
+    ((_, _, steps, *kind),) = made.engine.accountant.history
+    assert (steps, *kind) == (3, "bandmf", 2, 2)
+
+
 # ---- refusals -------------------------------------------------------------------------------------------------------------
 
 
@@ -293,7 +302,7 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
     "secret, options, words",
     [
         ({"target_delta": 0}, {}, "target_delta: expected a number above 0"),
-        ({"noise": 1}, {}, "does not know 'noise'"),
+        ({"nose": 1}, {}, "does not know 'nose'"),
         ({"target_epsilon": 1.0}, {}, "expected one of target_epsilon and noise_multiplier"),
         ({}, {"auto_find_batch_size": True}, "auto_find_batch_size: True does not go with privacy"),
         ({}, {"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy: 'group_by_length'"),

@@ -1430,7 +1430,7 @@ BUGS = (
     ),
     Mutation(
         "band of another release",
-        Edit("CorrelatedNoise._recur", "(release - lag) % rows", "(release + lag) % rows"),
+        Edit("CorrelatedNoise._recur", "(release - lag) % rows", "(release - rows) % rows"),
         _correlated_matrix("bandmf", 4),
     ),
     Mutation(
@@ -1440,7 +1440,7 @@ BUGS = (
     ),
     Mutation(
         "records of all groups in every draw",
-        Edit("Groups.cyclic_draw", "return indices[self.of(size)[indices] == number % self.count]", "return indices"),
+        Edit("Groups.cyclic_draw", "indices[self.of(size)[indices] == number % self.count]", "indices"),
         test_correlated_noise.test_a_record_is_drawn_from_its_own_group_at_the_rate_of_the_group,
     ),
     Mutation(
@@ -1467,7 +1467,7 @@ BUGS = (
     ),
     Mutation(
         "buffers of noise lost in a replay",
-        Edit("PrivateModel._resume_noise", "noise.load_state_dict(state, self.trained)", "pass"),
+        Edit("PrivateModel._resume_noise", "noise.load_state_dict(state or {}, self.trained)", "pass"),
         partial(
             test_correlated_noise.test_a_replay_goes_on_with_the_same_noise_and_a_resume_without_begins_anew,
             test_correlated_noise.CORRELATED["bandmf"],

@@ -11,6 +11,8 @@ import torch
 from scipy.optimize import minimize
 
 import gramian
+from gramian.core.byte_amounts import format_bytes
+from gramian.integrations.trainer_privacy import TrainerPrivacy
 from gramian.kernels import chacha
 from gramian.privacy.accounting.accountant import Accounting
 from gramian.privacy.accounting.epsilon import epsilon_of, plain_run
@@ -23,7 +25,7 @@ from tests.kit.refusals import refusal
 from tests.privacy.poisson_runs import EXPECTED, RECORDS, drawn_steps, flat_of, poisson_run, seeded_engine
 from tests.statistics.problems import problem
 
-pytestmark = pytest.mark.few_proofs
+pytestmark = [pytest.mark.few_proofs, pytest.mark.filterwarnings("ignore:state. steps begun")]
 KEY = bytes(range(32))
 DELTA = 1e-5
 STRATEGIES = [("bandmf", 1), ("bandmf", 2), ("bandmf", 4), ("bisr", 1), ("bisr", 3), ("bisr", 6)]
@@ -135,7 +137,9 @@ def noise_of(name: str, bands: int, key: bytes = KEY) -> CorrelatedNoise:
     return CorrelatedNoise(NoisePlan(key, SHAPES.items()), NoiseStrategy.of(name, bands, T))
 
 
-def added(noise: CorrelatedNoise, release: int, dtype: torch.dtype = torch.float64, std: float = 0.5) -> torch.Tensor:
+def added(
+    noise: CorrelatedNoise, release: int, dtype: torch.dtype = torch.float64, std: float | torch.Tensor = 0.5
+) -> torch.Tensor:
     """The noise of a release on sums of three parameters, in units of std, flat."""
     sums = [torch.full(shape, 7.0, dtype=dtype) for shape in SHAPES.values()]
     targets = [torch.empty_like(t) for t in sums]
@@ -183,6 +187,13 @@ def test_sums_of_narrow_numbers_are_rounded_once(name: str, bands: int, dtype: t
         assert (wanted.double() - found.double()).abs().max() <= 2 * torch.finfo(
             dtype
         ).eps * wanted.double().abs().max()
+
+
+@pytest.mark.parametrize("name, bands", [("bandmf", 4), ("bisr", 3)])
+def test_the_scale_may_be_a_number_or_a_tensor_as_a_loss_scaler_gives(name: str, bands: int) -> None:
+    one, other = noise_of(name, bands), noise_of(name, bands)
+    for t in range(4):
+        assert torch.equal(added(one, t), added(other, t, std=torch.tensor(0.5)))
 
 
 # ---- sampling ----------------------------------------------------------------------------------------------------------
@@ -289,7 +300,7 @@ class Recorded:
 
 
 @either
-@pytest.mark.parametrize("pieces", [pytest.param(None, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("pieces", [2, *(pytest.param(most, marks=pytest.mark.full) for most in (None, 1))])
 def test_a_run_adds_correlated_noise_to_its_sums_and_draws_from_groups_in_turn(
     options: dict, pieces: int | None
 ) -> None:
@@ -297,7 +308,7 @@ def test_a_run_adds_correlated_noise_to_its_sums_and_draws_from_groups_in_turn(
     with poisson_run(p, p.model(), 1.0, noise_multiplier=1.5, max_physical_batch=pieces, **options) as run:
         recorded = Recorded(run, 1.5)
         drawn = list(drawn_steps(run, p, 8))
-        engine = run.engine
+        engine, plan, state = run.engine, run.engine.plan, run.engine.state_dict()["noise"]
     c_TT = strategy_matrix(options["noise"], options["bands"], 8)
     if options["noise"] == "bandmf":
         c_TT = dense(NoiseStrategy.of("bandmf", 3, 8).column(8))
@@ -309,6 +320,9 @@ def test_a_run_adds_correlated_noise_to_its_sums_and_draws_from_groups_in_turn(
     for first, later in itertools.combinations(range(8), 2):
         if (later - first) % groups:
             assert not set(drawn[first]) & set(drawn[later])
+    stored, says = sum(t.nbytes for entry in state.values() for t in entry["buffers"]), engine.noise_record(8)["bytes"]
+    assert stored == says == (2 * sum(q.nbytes for q in run.model.parameters()) if groups == 3 else 0)
+    assert pieces == 1 or f"{options['bands']} bands, {format_bytes(stored)} of buffers" in str(plan)
     (kind,) = engine.accountant.history
     assert kind == (1.5, EXPECTED / RECORDS, 8, options["noise"], options["bands"], groups)
     assert engine.get_epsilon(DELTA) == pytest.approx(epsilon_of("prv", (plain_run(kind),), DELTA), rel=1e-6)
@@ -346,6 +360,23 @@ def test_a_replay_goes_on_with_the_same_noise_and_a_resume_without_begins_anew(o
         z_TN = dense(c_TT) @ torch.stack(recorded.noise).numpy()
         assert abs(z_TN.var(1) - 1).max() < 0.3
         assert not set(first) & set(second)
+
+
+@either
+def test_a_state_saved_after_detach_goes_on_without_a_replay(options: dict) -> None:
+    """The noise of a model goes with it, so such a state cannot be replayed, and says so."""
+    p, engine = problem("mlp", RECORDS), gramian.PrivacyEngine("rdp")
+    with poisson_run(p, p.model(), 1.0, engine=engine, noise_multiplier=1.0, **options) as run:
+        list(drawn_steps(run, p, 2))
+    after = gramian.PrivacyEngine("rdp")
+    with refusal("state: its noise is damaged"):
+        after.load_state_dict(engine.state_dict(), replay=True)
+    after.load_state_dict(engine.state_dict())
+    with pytest.warns(UserWarning, match="steps begun after it was saved"):
+        run = poisson_run(p, p.model(), 1.0, engine=after, noise_multiplier=1.0, **options)
+        with run as again:
+            list(drawn_steps(again, p, 1))
+    assert after.accountant.history == ((1.0, 0.25, 3, *engine.accountant.history[0][3:]),)
 
 
 def test_lost_releases_use_up_the_fixed_number_and_past_it_a_step_is_refused(tmp_path: object) -> None:
@@ -438,3 +469,16 @@ def test_the_group_of_a_record_outlives_the_key_of_the_draws() -> None:
             after.load_state_dict(saved)
         assert np.array_equal(run.loader.groups.of(RECORDS), before)
         assert after._ledger.secrets.sampling_key != engine._ledger.secrets.sampling_key
+
+
+@pytest.mark.full
+def test_the_trainers_find_the_noise_of_the_mechanism() -> None:
+    given = {"target_delta": 1e-3, "target_epsilon": 3.0, "accountant": "rdp"}
+    found = {
+        name: TrainerPrivacy.of({**given, **options}).noise_for(8, 0.25)
+        for name, options in {"gaussian": {}, **CORRELATED}.items()
+    }
+    assert found["gaussian"] < found["bandmf"] < found["bisr"]
+    assert 2.97 < epsilon_of("rdp", ((found["bandmf"], 0.25, 8, "bandmf", 3, 3),), 1e-3) <= 3.0
+    with refusal("releases: is None"):
+        TrainerPrivacy.of({**given, "noise": "bandmf", "bands": 3}).noise_for(8, 0.25)

@@ -15,7 +15,6 @@ from gramian.oracles import single_sample
 from tests.kit.matrix import examples
 from tests.kit.models import CASES
 from tests.kit.networks import GPT
-from tests.kit.refusals import refusal
 from tests.kit.toys import Toy
 from tests.taps.checks import assert_exact, assert_norms, captured, loop_norms, problem
 

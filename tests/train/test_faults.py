@@ -612,11 +612,16 @@ def test_a_run_that_never_began_leaves_its_folder_to_another_config(tmp_path: Pa
 
 
 @pytest.mark.full
-def test_a_rollback_of_a_private_run_does_not_spend_more_than_its_target(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "planned", [{"target_epsilon": 8.0}, {"noise_multiplier": 2.0, "noise": "bandmf", "bands": 3}], ids=["ε", "bandmf"]
+)
+def test_a_rollback_of_a_private_run_makes_no_more_releases_than_planned(
+    tmp_path: Path, planned: dict[str, Any]
+) -> None:
     config = small(
         tmp_path / "run",
         run={"steps": 40},
-        privacy={"target_epsilon": 8.0, "insecure_reproducible": True, "accountant": "rdp", "decisions": "raw"},
+        privacy={**planned, "insecure_reproducible": True, "accountant": "rdp", "decisions": "raw"},
     )
 
     def fault(parts: Parts) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from gramian.cli import main
 from gramian.core.errors import GramianError
 from gramian.report.report_file import write_run_report
+from gramian.report.run_methods import write_run_methods
 from gramian.train.build.memory_needs import needs_of
 from gramian.train.build.run_parts import Parts
 from gramian.train.config.config import Config, load_config, parse_config
@@ -154,6 +155,7 @@ def test_correlated_noise_is_planned_recorded_and_its_releases_are_fixed(
     )
     assert write_run_report(tmp_path / "run", private=True) is None
     assert "bandmf, 3 bands" in (tmp_path / "run" / "report.html").read_text()
+    assert "(bandmf over 3 releases)" in write_run_methods(tmp_path / "run").read_text()
     (tmp_path / "run.toml").write_text(config.toml())
     assert main(["plan", str(tmp_path / "run.toml")]) == 0
     shown = " ".join(capsys.readouterr().out.split())

@@ -14,8 +14,8 @@ SCHEMA = 1
 """Version of the format of a saved account."""
 
 
-def check_state(state: Any) -> None:
-    """Raise a `GramianError` unless `state` has all fields that `Ledger` and the engine read."""
+def check_state(state: Any, replay: bool) -> None:
+    """Raise a `GramianError` unless `state` has all fields that are read, and for a replay the noise."""
     if not isinstance(state, Mapping) or not is_count(state.get("schema")) or state["schema"] != SCHEMA:
         raise GramianError(f"state: expected what engine.state_dict() gave (schema {SCHEMA})")
     missing = {"secrets", "accountant", "counter", "nonfinite", "config"} - set(state)
@@ -25,7 +25,7 @@ def check_state(state: Any) -> None:
     damaged = [field for field in ("secrets", "accountant", "counter") if not isinstance(state[field], Mapping)]
     if not is_count(state["nonfinite"]):
         damaged.append("nonfinite")
-    correlated = isinstance(config, Mapping) and "noise" in config
+    correlated = replay and isinstance(config, Mapping) and "noise" in config
     if not isinstance(state.get("noise"), Mapping if correlated else Mapping | None):
         damaged.append("noise")
     if not is_count(state.get("generator", 1)):  # states of the first generator have no such field

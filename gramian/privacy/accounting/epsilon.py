@@ -144,7 +144,7 @@ def _pld(history: History, delta: float) -> float:
 
 
 def event_of(run: Run) -> Any:
-    """The dp-accounting event of one step of a run.
+    """The dp-accounting event of one step of a run of independent noise (`plain_run`).
 
     For truncated draws of at most K records from N, the data set and its neighbour have at most N + 1 records.
     """
@@ -153,6 +153,7 @@ def event_of(run: Run) -> Any:
 
     if len(run) == 3:
         return PoissonSampledDpEvent(run[1], GaussianDpEvent(run[0]))
+    assert len(run) == 5
     return TruncatedSubsampledGaussianDpEvent(run[3] + 1, run[1], run[4], run[0])
 
 

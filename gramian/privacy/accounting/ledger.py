@@ -219,7 +219,7 @@ class Ledger:
             GramianError: if the state is not one of `state_dict`, or its options are not those of the run to replay; nothing
                 has changed then.
         """
-        check_state(state)
+        check_state(state, replay)
         asked, replay = replay, replay and state.get("generator") == NORMALS_VERSION
         is_open = self._parallel is not None
         secrets = Secrets(insecure_reproducible=self.secrets.insecure_reproducible)

@@ -118,16 +118,22 @@ class CorrelatedNoise:
         if not rows:
             self._plan.add_noise_to(targets, totals, places, std * (1 / c[0]), release, factor)
             return
-        noise = []
-        for past in pasts:
-            y_N, age = past.buffers[release % rows], release - past.first
-            y_N.mul_(-c[rows] / c[0]) if age >= rows else y_N.zero_()
-            for lag in range(1, min(rows - 1, age) + 1):
-                y_N.add_(past.buffers[(release - lag) % rows], alpha=-c[lag] / c[0])
-            noise.append(y_N)
+        ages = [release - past.first for past in pasts]
+        noise = [past.buffers[release % rows] for past in pasts]
+        for y_N, age in zip(noise, ages, strict=True):
+            if age < rows:
+                y_N.zero_()
+        torch._foreach_mul_(noise, -c[rows] / c[0])  # the oldest, y_{t-b+1}
+        for lag in range(1, rows):
+            some = [i for i, age in enumerate(ages) if age >= lag]
+            if some:
+                earlier = [pasts[i].buffers[(release - lag) % rows] for i in some]
+                torch._foreach_add_([noise[i] for i in some], earlier, alpha=-c[lag] / c[0])
         self._plan.add_noise_to(noise, noise, places, 1 / c[0], release)
-        for target, total, y_N in zip(targets, totals, noise, strict=True):
-            target.detach().copy_((total + std * y_N.view(total.shape)).mul_(factor))
+        scaled = torch._foreach_mul(noise, std)
+        torch._foreach_add_(scaled, [total.view(-1) for total in totals])
+        torch._foreach_mul_(scaled, factor)
+        torch._foreach_copy_([target.detach().view(-1) for target in targets], scaled)
 
     def numbers(self) -> list[tuple[int, int]]:
         """(first, next) of all tensors with a release, in the order in which they began: the same on every process."""

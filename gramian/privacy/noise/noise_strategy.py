@@ -31,7 +31,7 @@ Numbers = NDArray[np.float64]
 
 CORRELATED = ("bandmf", "bisr")
 """Names of noise that is correlated over releases."""
-DIGITS = 6
+DIGITS = 5
 """Decimal digits of the optimised coefficients c_i/c_0: the same on machines whose optimisers differ in the last bits."""
 LONGEST = 2**20
 """Largest number of releases of a strategy."""
@@ -135,35 +135,42 @@ def check_noise(name: Any, bands: Any, releases: Any) -> None:
 
 def inverse_root(bands: int) -> Numbers:
     """The first `bands` coefficients of (1 - x)^½: 1, -1/2, -1/8, -1/16 and so on."""
-    ratios = [1.0, *((2 * i - 3) / (2 * i) for i in range(1, bands))]
-    return np.cumprod(ratios)
+    found = [1.0]
+    for i in range(1, bands):
+        found.append(found[-1] * (2 * i - 3) / (2 * i))
+    return np.array(found)
 
 
 @lru_cache(maxsize=16)
 def optimised_bands(releases: int, bands: int) -> tuple[float, ...]:
     """c_0 … c_{b-1} with norm 1 that minimise ‖c‖² · Σ_i (1 - i/T) e_i², e(x) = 1/((1 - x) c(x)), for T releases.
 
-    By L-BFGS from the coefficients of (1 - x)^(-½), with ∂e/∂c_k = -x^k e(x)/c(x). Cost: O(T·b) for each of some tens of
-    evaluations; below a second for T·b = 10⁶.
+    By L-BFGS over the ratios r_i = c_i/c_{i-1} in (0, 1], from those of (1 - x)^(-½), with ∂e/∂c_k = -x^k e(x)/c(x). For
+    coefficients that fall, c has no root inside of the unit circle, so that 1/c does not grow. Cost: O(T·b) for each of some
+    tens of evaluations; a second for T·b = 10⁶.
     """
     from scipy.optimize import minimize
 
-    start = _reciprocal(tuple(inverse_root(bands).tolist()), bands)[1:]
     weights_T = _weights(releases)
 
-    def objective(rest: Numbers) -> tuple[float, Numbers]:
+    def objective(ratios: Numbers) -> tuple[float, Numbers]:
+        rest = np.cumprod(ratios)
         c = (1.0, *rest.tolist())
         e_T = np.cumsum(_reciprocal(c, releases))
-        f_T = _over(e_T, c)
-        square, error = 1 + float(rest @ rest), float(np.square(e_T) @ weights_T)
-        pulled_T = weights_T * e_T
-        slope = [-2 * float(pulled_T[k:] @ f_T[: releases - k]) for k in range(1, bands)]
-        return math.log(square * error), 2 * rest / square + np.array(slope) / error
+        f_T, pulled_T = _over(e_T, c), weights_T * e_T
+        square, error = 1 + float(rest @ rest), float(e_T @ pulled_T)
+        slope = np.array([-2 * float(pulled_T[k:] @ f_T[: releases - k]) for k in range(1, bands)])
+        by_c = 2 * rest / square + slope / error
+        return math.log(square * error), np.cumsum((by_c * rest)[::-1])[::-1] / ratios
 
-    found = minimize(
-        objective, start, jac=True, method="L-BFGS-B", options={"maxiter": 1000, "ftol": 1e-15, "gtol": 1e-10}
-    )
-    rest = [round(float(value), DIGITS) for value in found.x] if bands > 1 else []
+    start = np.array([(2 * i - 1) / (2 * i) for i in range(1, bands)])
+    options = {"maxiter": 300, "ftol": 1e-15, "gtol": 1e-10}
+    rest: list[float] = []
+    if bands > 1:
+        found = minimize(
+            objective, start, jac=True, method="L-BFGS-B", bounds=[(1e-4, 1.0)] * (bands - 1), options=options
+        )
+        rest = [round(float(value), DIGITS) for value in np.cumprod(found.x)]
     length = math.sqrt(math.fsum(value * value for value in (1.0, *rest)))
     return tuple(value / length for value in (1.0, *rest))
 

@@ -37,4 +37,5 @@ class Groups:
     def cyclic_draw(self, key: bytes, number: int, size: int, rate: float) -> NDArray[np.int64]:
         """Indices, ascending, of draw `number`: records of group number mod count, each with probability count · rate."""
         indices = draw(key, number, size, min(1.0, rate * self.count))
-        return indices[self.of(size)[indices] == number % self.count]
+        found: NDArray[np.int64] = indices[self.of(size)[indices] == number % self.count]
+        return found

@@ -6,7 +6,6 @@ computes a record, not which records are drawn.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -151,12 +150,14 @@ class PoissonBatchSampler(Sampler[list[int]]):
         """Number of pieces of every draw, for loops that count batches; None: as max_physical_batch says."""
         self.size, self.rate, self.steps, self.max_draw = size, rate, steps, max_draw
         self.rank, self.world_size, self.max_physical_batch = rank, world_size, max_physical_batch
-        self._next_draw, self._units = next_draw, units
-        self._draw_of = draw_of or partial(draw, most=max_draw)
+        self._next_draw, self._draw_of, self._units = next_draw, draw_of, units
 
     def pieces_of(self, number: int) -> list[Piece]:
         """This rank's pieces (micro-batches) of the draw of this number, in order."""
-        indices = self._draw_of(self.key, number, self.size, self.rate)
+        if self._draw_of is None:
+            indices = draw(self.key, number, self.size, self.rate, self.max_draw)
+        else:
+            indices = self._draw_of(self.key, number, self.size, self.rate)
         if self._units is not None:
             return self._pieces_of_units(self._units, number, indices)
         mine = share(indices, self.rank, self.world_size)

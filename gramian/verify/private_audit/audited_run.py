@@ -133,8 +133,9 @@ def open_run(config: Config, grid: ProcessGrid, folder: Path | None, noise_multi
     if noise is None:
         assert privacy.target_epsilon is not None
         rate = config.data.batch / len(windows)
-        rest = () if privacy.max_draw is None else (len(windows), privacy.max_draw)
-        rest = rest or kind_of(privacy.noise, privacy.bands, rate)
+        rest: tuple[int | str, ...] = kind_of(privacy.noise, privacy.bands, rate)
+        if privacy.max_draw is not None:
+            rest = (len(windows), privacy.max_draw)
         noise = find_noise_multiplier(
             privacy.target_epsilon, privacy.delta, rate, config.run.steps, privacy.accountant, rest
         )
