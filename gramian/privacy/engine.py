@@ -329,7 +329,7 @@ class PrivacyEngine(PrivateBatches):
         if self._installed is None or self._installed.clipping.plan is None:
             return None
         proof = self.proof
-        noise, stored = self._installed.noise_record(1), ""
+        noise, stored = self._installed.noise.record(1), ""
         if "bytes" in noise:
             stored = f"; noise: {noise['name']}, {noise['bands']} bands, {format_bytes(noise['bytes'])} of buffers"
         notes = f"rows: {proof['rows']}; loss: {proof['loss']}; adjacency: {self._installed.units.adjacency}{stored}"
@@ -353,7 +353,11 @@ class PrivacyEngine(PrivateBatches):
         """
         if self._installed is not None and self._installed.sums.moved:
             raise GramianError("state_dict: a draw is under way; expected it between step() and the next batch")
-        noise = self._ledger.noise_state if self._installed is None else self._installed.noise_state()
+        noise = (
+            self._ledger.noise_state
+            if self._installed is None
+            else self._installed.noise.state(self._installed.step.noise)
+        )
         more = {} if noise is None else {"noise": noise}
         return {**self._ledger.state_dict(), "nonfinite": self.nonfinite, **more}
 

@@ -62,7 +62,7 @@ class PrivateAccount(OpacusNames):
         """
         if self._model is None:
             raise GramianError("engine: makes no model private; expected make_private before")
-        return self._model.noise_record(releases)
+        return self._model.noise.record(releases)
 
     def _adjacencies(self) -> set[str]:
         own = set() if self._model is None else {self._model.units.adjacency}

@@ -1,6 +1,5 @@
 """A model in private training: what `make_private` installs on the model, its optimizer and its loader, until `detach`."""
 
-import math
 import warnings
 import weakref
 from collections.abc import Collection, Sized
@@ -24,7 +23,7 @@ from gramian.privacy.accounting.ledger import Ledger
 from gramian.privacy.audit.bypass import BypassDetector, OutsideParameters
 from gramian.privacy.audit.proof_log import ProofLog
 from gramian.privacy.audit.single_sample_checks import carries_no_state, refuse_ambiguous_batch
-from gramian.privacy.audit.weights_digest import digest, weight_digest
+from gramian.privacy.audit.weights_digest import weight_digest
 from gramian.privacy.clipping.clip_factors import ClipFunction
 from gramian.privacy.clipping.clipping_rule import Clipping
 from gramian.privacy.clipping.gradient_sums import GradientSums
@@ -34,12 +33,10 @@ from gramian.privacy.clipping.single_sample_clipping import SingleSampleClipping
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.privacy.clipping.trained_parameters import trained_parameters
 from gramian.privacy.metric.public_metric import PublicMetric
-from gramian.privacy.noise.correlated_noise import CorrelatedNoise, buffer_bytes
-from gramian.privacy.noise.noise_strategy import NoiseStrategy, is_correlated, kind_of
 from gramian.privacy.options import PrivacyOptions, Tuning, innermost, sampling_rate
+from gramian.privacy.private_noise import PrivateNoise
 from gramian.privacy.private_step import PrivateStep
 from gramian.privacy.private_units import PrivateUnits
-from gramian.privacy.sampling.cyclic import Groups
 from gramian.privacy.sampling.dataset_fingerprint import dataset_fingerprint
 from gramian.privacy.sampling.poisson import Piece
 from gramian.privacy.sampling.population import population
@@ -119,14 +116,11 @@ class PrivateModel:
                 "poisson_sampling: is off; epsilon is computed as if every batch were a Poisson draw", stacklevel=3
             )
         self.metric = None if metric is None else PublicMetric(metric, self.root, self.trained, self.parallel)
-        self.strategy: NoiseStrategy | None = None
-        if is_correlated(options.noise):
-            assert options.bands is not None
-            if metric is not None:
-                raise GramianError(
-                    f'metric: its noise is formed anew for every release; expected noise="gaussian", got {options.noise!r}'
-                )
-            self.strategy = NoiseStrategy.of(options.noise, options.bands, options.releases)
+        self.noise = PrivateNoise(options, self.rate.sample_rate, self.trained, self.parallel, ledger)
+        if metric is not None and self.noise.strategy is not None:
+            raise GramianError(
+                f'metric: its noise is formed anew for every release; expected noise="gaussian", got {options.noise!r}'
+            )
         self.clip = ClipFunction(options.clip_function, options.max_grad_norm, list(self.trained))
         self.quantile: PrivateQuantile | None = None
         if options.clip_function == "adaptive":
@@ -149,7 +143,7 @@ class PrivateModel:
             self._collate = None if options.poisson_sampling else _record_batches(stack, data_loader)
             self._install(stack)
             self._resume_clip_norm()
-            self._resume_noise()
+            self.noise.resume(self.step.noise)
             _private.add(self.root)
             stack.callback(_private.discard, self.root)
             self._installed = stack.pop_all()
@@ -176,9 +170,9 @@ class PrivateModel:
         self._ledger.accounting.record(*self._kind)
         self._resume_clip_norm()
         self.step.restart()
-        self._resume_noise()
+        self.noise.resume(self.step.noise)
         if self.loader is not None:
-            self.loader.rekey(self._ledger.secrets.sampling_key, self._groups_key())
+            self.loader.rekey(self._ledger.secrets.sampling_key, self.noise.groups_key())
 
     def _resume_clip_norm(self) -> None:
         """Go on from the clip norm of a state that was loaded, with "adaptive"; begin with max_grad_norm without one."""
@@ -186,43 +180,6 @@ class PrivateModel:
         if self.quantile is not None and ledger.clip_norm_is_due and ledger.clip_norm is not None:
             limits[0] = ledger.clip_norm
         ledger.clip_norm, ledger.clip_norm_is_due = None if self.quantile is None else limits[0], False
-
-    def noise_record(self, releases: int) -> dict[str, Any]:
-        """See `PrivacyEngine.noise_record`."""
-        found: dict[str, Any] = {"name": self.options.noise}
-        if self.strategy is not None and len(self._kind) == 5:
-            found |= {"bands": self.strategy.bands, "groups": self._kind[4], "releases": self.options.releases}
-            found |= {"bytes": buffer_bytes(self.strategy, self.trained), "prefix error": self.strategy.error(releases)}
-            found |= {"of independent noise": math.sqrt((releases + 1) / 2)}
-        return found
-
-    def noise_state(self) -> dict[str, Any] | None:
-        """State of the correlated noise, sharded as the parameters; None for independent noise."""
-        noise = self.step.noise
-        return noise.state_dict(self.trained) if isinstance(noise, CorrelatedNoise) else None
-
-    def _resume_noise(self) -> None:
-        """Go on from the correlated noise of a state that is replayed, if there is one. Collective.
-
-        Raises:
-            GramianError: if it does not fit the parameters, or is not on every process; nothing is replayed then.
-        """
-        noise, state = self.step.noise, self._ledger.noise_state
-        self._ledger.noise_state = None
-        if not isinstance(noise, CorrelatedNoise):
-            return
-        problem = None
-        try:
-            noise.load_state_dict(state or {}, self.trained)
-        except GramianError as found:  # raised when all processes know
-            problem = found
-            self._ledger.end_replay()
-        numbers = {"noise": -1 if problem is not None else digest(noise.numbers())}
-        differs = self.parallel.differing(numbers, next(iter(self.trained.values())).device)
-        if problem is not None:
-            raise problem
-        if differs is not None:
-            raise GramianError("state: its noise is not on every process; expected load_state_dict on all of them")
 
     # ---- installation ----------------------------------------------------------------------------------------------
 
@@ -234,8 +191,7 @@ class PrivateModel:
         marked |= self.units.marks
         marked["loss_scale"] = type(options.loss_scale).__name__
         shapes = [(name, tuple(p.shape)) for name, p in self.trained.items()]
-        if self.strategy is not None:
-            marked["noise"] = (options.noise, self.strategy.coefficients)
+        marked |= self.noise.marks
         marked["optimizer"] = [type(self._optimizer).__name__, shapes]
         records = getattr(data_loader, "dataset", None)
         drawn = options.poisson_sampling and isinstance(records, Sized) and not isinstance(records, IterableDataset)
@@ -243,7 +199,7 @@ class PrivateModel:
         device = next(iter(self.trained.values())).device
         weights = partial(weight_digest, self.root, self._optimizer, self.trained, self.parallel)
         stack.callback(self._ledger.close)
-        rest = self._truncation() or kind_of(options.noise, options.bands, rate.sample_rate)
+        rest = self._truncation() or self.noise.kind
         self._kind: Kind = (options.noise_multiplier, rate.sample_rate, *rest)
         self._ledger.open(
             marked,
@@ -268,13 +224,9 @@ class PrivateModel:
             world_size=self.parallel.size,
             max_physical_batch=self.options.max_physical_batch,
             max_draw=self.options.max_draw,
-            groups=Groups(self._groups_key(), self._kind[4]) if len(self._kind) == 5 else None,
+            groups=self.noise.groups(),
             units=self.units.of_records,
         )
-
-    def _groups_key(self) -> bytes:
-        """Key of the records' groups in cyclic sampling, the first process's; it stays the same over resumes."""
-        return self.parallel.from_first(self._ledger.signing.subkey("groups"), next(iter(self.trained.values())).device)
 
     def _truncation(self) -> tuple[()] | tuple[int, int]:
         """(records, largest draw) for the accountant if draws are truncated, else ()."""
@@ -317,7 +269,7 @@ class PrivateModel:
             self.clip,
             self.quantile,
             self.metric,
-            self.strategy,
+            self.noise.strategy,
         )
         self.units.clipping = self.clipping
         self.clipping.on_begin, self.clipping.on_done = self.step.before_backward, self.step.after_backward

@@ -1419,7 +1419,9 @@ BUGS = (
     Mutation(
         "old draws with restored noise",
         Edit(
-            "PrivateModel.restart", "self.loader.rekey(self._ledger.secrets.sampling_key, self._groups_key())", "pass"
+            "PrivateModel.restart",
+            "self.loader.rekey(self._ledger.secrets.sampling_key, self.noise.groups_key())",
+            "pass",
         ),
         test_engine_state.test_a_state_loaded_after_make_private_draws_and_noises_with_its_own_key,
     ),
@@ -1467,7 +1469,7 @@ BUGS = (
     ),
     Mutation(
         "buffers of noise lost in a replay",
-        Edit("PrivateModel._resume_noise", "noise.load_state_dict(state or {}, self.trained)", "pass"),
+        Edit("PrivateNoise.resume", "noise.load_state_dict(state or {}, self._trained)", "pass"),
         partial(
             test_correlated_noise.test_a_replay_goes_on_with_the_same_noise_and_a_resume_without_begins_anew,
             test_correlated_noise.CORRELATED["bandmf"],
@@ -1475,7 +1477,7 @@ BUGS = (
     ),
     Mutation(
         "groups drawn anew after a resume",
-        Edit("PrivateModel._groups_key", "self._ledger.signing.subkey", "self._ledger.secrets.subkey"),
+        Edit("PrivateNoise.groups_key", "self._ledger.signing.subkey", "self._ledger.secrets.subkey"),
         test_correlated_noise.test_the_group_of_a_record_outlives_the_key_of_the_draws,
     ),
     Mutation(
