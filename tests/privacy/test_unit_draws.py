@@ -32,7 +32,7 @@ def sampler(rate: float, *, most: int | None = None, **options: Any) -> PoissonB
 
 
 def test_units_are_drawn_at_the_rate_and_their_records_together() -> None:
-    draws, found = 3000, np.zeros(4)
+    draws, found = 1000, np.zeros(4)
     one = sampler(0.3)
     for number in range(draws):
         (piece,) = one.pieces_of(number)
@@ -45,7 +45,7 @@ def test_units_are_drawn_at_the_rate_and_their_records_together() -> None:
 
 
 def test_of_a_large_unit_a_random_subset_is_drawn_by_key() -> None:
-    draws, found, subsets = 2000, np.zeros(10), set()
+    draws, found, subsets = 400, np.zeros(10), set()
     one = sampler(1.0, most=2)
     for number in range(draws):
         (piece,) = one.pieces_of(number)
