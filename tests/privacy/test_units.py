@@ -104,7 +104,7 @@ def test_one_document_more_or_less_moves_the_sum_by_at_most_C_however_all_are_pa
     assert float((sums[0] - sums[1]).norm()) <= limit * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("how", ["compiled", "checkpointed"])
+@pytest.mark.parametrize("how", [pytest.param("compiled", marks=pytest.mark.full), "checkpointed"])
 def test_packed_documents_of_a_model_that_is(how: str) -> None:
     limit = float(packed.norms("tied gpt").median())
     model = packed.model_of("tied gpt")
