@@ -1,15 +1,19 @@
 """What is not a sum over units is refused, with the row proof on, in one line that says what to do."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
+import gramian
+from tests.kit.private import attach
 from tests.kit.refusals import refusal
 from tests.kit.toys import Toy
-from tests.privacy import packed
+from tests.privacy import packed, test_padding_alone
 from tests.privacy.problems import assert_sums, private
 
 STORAGES = ("auto", "bookkeeping", "keep", "two_pass")
@@ -156,6 +160,20 @@ def test_layers_without_tokens_are_refused_by_name() -> None:
     refused(
         goose, r"blocks\.0\.mix_\w+(\.share)?: ids: tokens of this layer cannot be told apart", packed.packed(TWO_ROWS)
     )
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_padding_to_the_longest_record_that_leaks_into_a_unit_is_refused(masked: bool) -> None:
+    data, model = test_padding_alone.records(), test_padding_alone.Pooled(masked, dropout=0.0)
+    engine = gramian.PrivacyEngine("rdp")
+    loader = DataLoader(data, batch_size=8, collate_fn=test_padding_alone.collate)  # type: ignore[arg-type]
+    units = [0, 0, 1, 2, 3, 4, 4, 5]
+    _, _, loader = attach(engine, model, loader, unit_of=units, expected_batch=6.0, poisson_sampling=True)
+    ids, weights = next(iter(loader))
+    expected = nullcontext() if masked else refusal("alone has a gradient.*expected samples that do not depend on each")
+    with expected:
+        model(ids, weights).square().flatten(1).sum(1).mean().backward()
+    engine.detach()
 
 
 def test_ids_that_do_not_fit_are_refused() -> None:
