@@ -10,6 +10,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import gramian
+from gramian.models.gpt import isolated
+from gramian.oracles.clipped_sum import clip
 from tests.kit.private import attach
 from tests.kit.refusals import refusal
 from tests.kit.toys import Toy
@@ -202,3 +204,37 @@ def test_a_label_of_ones_own_that_equals_the_next_token_is_taken() -> None:
     rows.ids[2:][rows.ids[2:] >= 0] += 10
     with private(WithLabels(False), 1.0, loss_reduction="sum") as run, run.engine.units(rows.ids):
         run.model(rows.tokens, rows.labels, rows.ids).backward()
+
+
+def test_a_hugging_face_model_is_exact_with_positions_or_a_mask_that_divide_documents_and_refused_without() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        shape = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+        config = LlamaConfig(vocab_size=packed.VOCABULARY, num_hidden_layers=1, tie_word_embeddings=True, **shape)
+        return LlamaForCausalLM(config).double()
+
+    def loss(model: nn.Module, tokens: Tensor, labels: Tensor, **arguments: Any) -> Tensor:
+        logits = model(input_ids=tokens, use_cache=False, **arguments).logits
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+    model, gradients = make(), dict[str, list[Tensor]]()
+    for text in packed.documents():
+        model.zero_grad()
+        loss(model, text[None], torch.cat([text[1:], torch.tensor([-100])])[None]).backward()
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            gradients.setdefault(name, []).append(p.grad.clone())
+    stacked = {name: torch.stack(parts) for name, parts in gradients.items()}
+    rows = packed.packed([[0, 1, 2], [3, 4], [5]])
+    positions, mask = isolated(rows.ids)
+    places = torch.arange(packed.LENGTH).expand(3, -1)
+    with private(make(), 5.0, loss_reduction="sum") as run:
+        for arguments in ({"position_ids": positions}, {"attention_mask": mask}):
+            run.optimizer.zero_grad()
+            with run.engine.units(rows.ids):
+                loss(run.model, rows.tokens, rows.labels, **arguments).backward()
+            assert_sums(run.gradients(), clip(stacked, 5.0).totals, 1e-4)  # its norm layers compute in float32
+        with refusal("expected tokens that depend on those of their own unit"), run.engine.units(rows.ids):
+            loss(run.model, rows.tokens, rows.labels, position_ids=places, attention_mask=None).backward()
