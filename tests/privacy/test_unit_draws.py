@@ -131,6 +131,19 @@ def test_a_step_moves_by_the_clipped_sum_of_the_drawn_units(options: dict[str, A
     engine.detach()
 
 
+def test_other_forwards_between_the_steps_have_rows_of_their_own() -> None:
+    p = problem("mlp", 10)
+    model = p.model()
+    engine, optimizer, loader = make(p, model, 1.0, unit_of=USERS, expected_batch=4.0)
+    for x, y in loader:
+        with torch.no_grad():
+            model(x[:3])
+        p.case.loss(model, x, y, reduction="sum").backward()
+        model(x[:3])
+        optimizer.step()
+    engine.detach()
+
+
 def test_adjacency_and_epsilon_are_of_units() -> None:
     p = problem("mlp", 10)
     engine, optimizer, loader = make(p, p.model(), 1.0, unit_of=USERS.tolist(), noise_multiplier=1.0)
