@@ -272,7 +272,7 @@ class PrivateModel:
             self.noise.strategy,
         )
         self.units.clipping = self.clipping
-        self.clipping.on_begin, self.clipping.on_done = self.step.before_backward, self.step.after_backward
+        self.clipping.on_begin, self.clipping.on_done = self.step.before_backward, self._after_backward
         handle = self._optimizer.register_step_pre_hook(torch.compiler.disable(self.step.hook, reason=EAGER))
         self._optimizer.noise_multiplier = options.noise_multiplier  # type: ignore[attr-defined]  # scripts read it
         stack.callback(delattr, self._optimizer, "noise_multiplier")
@@ -326,6 +326,10 @@ class PrivateModel:
             raise GramianError("data_loader: its engine was detached; expected the loader of a private model")
         self.step.begin_piece(piece)
         self.units.begin_piece(piece)
+
+    def _after_backward(self) -> None:
+        self.step.after_backward()
+        self.units.end_backward()
 
     def proof_is_due(self) -> bool:
         """True if the row proof (each row depends on its sample alone) is to be repeated before this forward."""

@@ -27,7 +27,10 @@ class PrivateUnits:
             GramianError: if a unit has more records than one backward may have.
         """
         self.of_records = of_records
-        self._ids: UnitIds | None = None
+        self._drawn: UnitIds | None = None
+        """Units of the rows that the loader drew, until their backward."""
+        self._given: UnitIds | None = None
+        """Units of the block of `engine.units` around the next forward, which come before those that were drawn."""
         self._labels = CrossingLabels()
         if of_records is not None and max_physical_batch is not None and of_records.largest > max_physical_batch:
             raise GramianError(
@@ -55,28 +58,35 @@ class PrivateUnits:
 
     def begin_piece(self, piece: Piece) -> None:
         """Set the units of a piece (micro-batch) that the loader yields, if it draws units."""
-        if piece.units is not None:
-            self._set(UnitIds.of(piece.units))
+        self._set(None if piece.units is None else UnitIds.of(piece.units), self._given)
+
+    def end_backward(self) -> None:
+        """Forget the units that were drawn: the backward of their rows is over."""
+        self._set(None, self._given)
 
     @contextmanager
     def given(self, ids: Any) -> Iterator[None]:
         """Context manager in which forwards have these ids of units (see `PrivacyEngine.units`)."""
-        before, found = self._ids, UnitIds.of(ids)
+        before, found = self._given, UnitIds.of(ids)
         if found.by_token and isinstance(self.clipping, SingleSampleClipping):
             raise GramianError(
                 "ids: are given by token, and max_physical_batch=1 clips the gradient of a whole row; expected ids of rows, or "
                 "a larger max_physical_batch"
             )
-        self._set(found)
+        self._set(self._drawn, found)
         try:
             yield
         finally:
-            self._set(before)
+            self._set(self._drawn, before)
 
-    def _set(self, ids: UnitIds | None) -> None:
-        self._ids = ids
+    @property
+    def _ids(self) -> UnitIds | None:
+        return self._drawn if self._given is None else self._given
+
+    def _set(self, drawn: UnitIds | None, given: UnitIds | None) -> None:
+        self._drawn, self._given = drawn, given
         if isinstance(self.clipping, Clipping):
-            self.clipping.sample_ids = None if ids is None else ids.ids
+            self.clipping.sample_ids = None if self._ids is None else self._ids.ids
 
     def refuse_crossing_labels(self, arguments: Any) -> None:
         """Raise a `GramianError` if labels among the arguments let the loss of one unit depend on a token of another."""

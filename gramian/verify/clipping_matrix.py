@@ -165,6 +165,22 @@ class _Bench:
                 optimizer.step()
                 yield from _compare(model, want, f"{mode}, {function}")
 
+    def units(self) -> Iterator[Comparison]:
+        """Compare a private step in which two samples of a process at a time are one unit; of language models also by token."""
+        pairs = [torch.arange(count) // 2 + sum(self.counts) * rank for rank, count in enumerate(self.counts)]
+        numbers_B = torch.cat(pairs).unique(return_inverse=True)[1]
+        count = int(numbers_B.max()) + 1
+        grouped = {n: g.new_zeros(count, *g.shape[1:]).index_add_(0, numbers_B, g) for n, g in self.gradients.items()}
+        want, (x, y), mine = clip(grouped, self.limit), self.batch(), self.rows
+        ways = {"rows": numbers_B[mine]}
+        if y.dim() > 1:  # a label for each token
+            ways["tokens"] = numbers_B[mine, None].expand_as(y[mine])
+        for mode, (way, ids) in product(dict.fromkeys(case.mode for case in self.cases), ways.items()):
+            with self.private(clipping=mode, loss_reduction="sum") as (model, optimizer, engine), engine.units(ids):
+                engine.backward(loss_of(model, x[mine], y[mine]))
+                optimizer.step()
+                yield from _compare(model, want, f"{mode}, {way}")
+
     def accumulated(self) -> Iterator[Comparison]:
         """Compare a private step after several backwards, in one of which the last process has no samples."""
         want = clip(self.gradients, self.limit)
@@ -239,6 +255,7 @@ def plan(
             found += [check(f"clipped sums, {str(dtype).removeprefix('torch.')}", TOLERANCES[dtype], bench.sums)]
         exact, tolerance = benches[torch.float64], TOLERANCES[torch.float64]
         found += [check("clipping functions", tolerance, exact.functions)]
+        found += [check("units of two samples", tolerance, exact.units)]
         found += [check("several backwards", tolerance, exact.accumulated)]
         if not grid.uses_fsdp2:
             found += [check("single samples", tolerance, exact.single)]

@@ -15,6 +15,7 @@ from gramian.kernels.chacha import normals
 from gramian.models.gpt import GPT, GPTConfig
 from gramian.oracles.single_sample import per_sample_gradients
 from tests.kit.refusals import refusal
+from tests.privacy import packed
 
 pytestmark = pytest.mark.gpu
 
@@ -230,4 +231,20 @@ def test_every_collective_runs_under_nccl(nccl, way):
     t = torch.ones(4, device="cuda")
     parallel.start_sum(t).wait()
     assert torch.equal(t, torch.ones_like(t))
+    engine.detach()
+
+
+@pytest.mark.parametrize("kind", packed.KINDS)
+@pytest.mark.parametrize("dtype, close", [(torch.float64, 1e-9), (torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("clipping, algorithm", WAYS)
+def test_clipped_sums_of_packed_documents_are_those_of_the_loop(clipping, algorithm, dtype, close, kind):
+    limit = float(packed.norms(kind).median())
+    rows = packed.packed([[0, 1, 2], [3, 4], [5]])
+    rows = packed.Rows(rows.tokens.cuda(), rows.ids.cuda(), rows.labels.cuda())
+    options = {"max_grad_norm": limit, "clipping": clipping, "norm_algorithm": algorithm, "loss_reduction": "sum"}
+    engine, model, _ = private(packed.model_of(kind).cuda().to(dtype), **options)
+    with engine.units(rows.ids):
+        engine.backward(packed.loss_of(model, rows))
+    sums = {name: total.cuda() for name, total in packed.wanted(kind, limit).totals.items()}
+    assert error(model, sums) < close
     engine.detach()

@@ -32,7 +32,7 @@ def sampler(rate: float, *, most: int | None = None, **options: Any) -> PoissonB
 
 
 def test_units_are_drawn_at_the_rate_and_their_records_together() -> None:
-    draws, found = 3000, np.zeros(4)
+    draws, found = 1000, np.zeros(4)
     one = sampler(0.3)
     for number in range(draws):
         (piece,) = one.pieces_of(number)
@@ -45,7 +45,7 @@ def test_units_are_drawn_at_the_rate_and_their_records_together() -> None:
 
 
 def test_of_a_large_unit_a_random_subset_is_drawn_by_key() -> None:
-    draws, found, subsets = 2000, np.zeros(10), set()
+    draws, found, subsets = 400, np.zeros(10), set()
     one = sampler(1.0, most=2)
     for number in range(draws):
         (piece,) = one.pieces_of(number)
@@ -128,6 +128,19 @@ def test_a_step_moves_by_the_clipped_sum_of_the_drawn_units(options: dict[str, A
     assert len(drawn) == len(loader) == 2  # 4 units, 1.6 in a draw
     assert engine.steps == 2
     assert options.get("max_records_per_unit") is None or sizes <= {1}
+    engine.detach()
+
+
+def test_other_forwards_between_the_steps_have_rows_of_their_own() -> None:
+    p = problem("mlp", 10)
+    model = p.model()
+    engine, optimizer, loader = make(p, model, 1.0, unit_of=USERS, expected_batch=4.0)
+    for x, y in loader:
+        with torch.no_grad():
+            model(x[:3])
+        p.case.loss(model, x, y, reduction="sum").backward()
+        model(x[:3])
+        optimizer.step()
     engine.detach()
 
 

@@ -1,15 +1,21 @@
 """What is not a sum over units is refused, with the row proof on, in one line that says what to do."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
+import gramian
+from gramian.models.gpt import isolated
+from gramian.oracles.clipped_sum import clip
+from tests.kit.private import attach
 from tests.kit.refusals import refusal
 from tests.kit.toys import Toy
-from tests.privacy import packed
+from tests.privacy import packed, test_padding_alone
 from tests.privacy.problems import assert_sums, private
 
 STORAGES = ("auto", "bookkeeping", "keep", "two_pass")
@@ -158,6 +164,20 @@ def test_layers_without_tokens_are_refused_by_name() -> None:
     )
 
 
+@pytest.mark.parametrize("masked", [True, False])
+def test_padding_to_the_longest_record_that_leaks_into_a_unit_is_refused(masked: bool) -> None:
+    data, model = test_padding_alone.records(), test_padding_alone.Pooled(masked, dropout=0.0)
+    engine = gramian.PrivacyEngine("rdp")
+    loader = DataLoader(data, batch_size=8, collate_fn=test_padding_alone.collate)  # type: ignore[arg-type]
+    units = [0, 0, 1, 2, 3, 4, 4, 5]
+    _, _, loader = attach(engine, model, loader, unit_of=units, expected_batch=6.0, poisson_sampling=True)
+    ids, weights = next(iter(loader))
+    expected = nullcontext() if masked else refusal("alone has a gradient.*expected samples that do not depend on each")
+    with expected:
+        model(ids, weights).square().flatten(1).sum(1).mean().backward()
+    engine.detach()
+
+
 def test_ids_that_do_not_fit_are_refused() -> None:
     rows = packed.packed(TWO_ROWS)
     with private(packed.model_of("gpt"), 1.0, loss_reduction="sum") as run:
@@ -184,3 +204,37 @@ def test_a_label_of_ones_own_that_equals_the_next_token_is_taken() -> None:
     rows.ids[2:][rows.ids[2:] >= 0] += 10
     with private(WithLabels(False), 1.0, loss_reduction="sum") as run, run.engine.units(rows.ids):
         run.model(rows.tokens, rows.labels, rows.ids).backward()
+
+
+def test_a_hugging_face_model_is_exact_with_positions_or_a_mask_that_divide_documents_and_refused_without() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        shape = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+        config = LlamaConfig(vocab_size=packed.VOCABULARY, num_hidden_layers=1, tie_word_embeddings=True, **shape)
+        return LlamaForCausalLM(config).double()
+
+    def loss(model: nn.Module, tokens: Tensor, labels: Tensor, **arguments: Any) -> Tensor:
+        logits = model(input_ids=tokens, use_cache=False, **arguments).logits
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+    model, gradients = make(), dict[str, list[Tensor]]()
+    for text in packed.documents():
+        model.zero_grad()
+        loss(model, text[None], torch.cat([text[1:], torch.tensor([-100])])[None]).backward()
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            gradients.setdefault(name, []).append(p.grad.clone())
+    stacked = {name: torch.stack(parts) for name, parts in gradients.items()}
+    rows = packed.packed([[0, 1, 2], [3, 4], [5]])
+    positions, mask = isolated(rows.ids)
+    places = torch.arange(packed.LENGTH).expand(3, -1)
+    with private(make(), 5.0, loss_reduction="sum") as run:
+        for arguments in ({"position_ids": positions}, {"attention_mask": mask}):
+            run.optimizer.zero_grad()
+            with run.engine.units(rows.ids):
+                loss(run.model, rows.tokens, rows.labels, **arguments).backward()
+            assert_sums(run.gradients(), clip(stacked, 5.0).totals, 1e-4)  # its norm layers compute in float32
+        with refusal("expected tokens that depend on those of their own unit"), run.engine.units(rows.ids):
+            loss(run.model, rows.tokens, rows.labels, position_ids=places, attention_mask=None).backward()

@@ -104,6 +104,30 @@ def test_one_document_more_or_less_moves_the_sum_by_at_most_C_however_all_are_pa
     assert float((sums[0] - sums[1]).norm()) <= limit * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("how", [pytest.param("compiled", marks=pytest.mark.full), "checkpointed"])
+def test_packed_documents_of_a_model_that_is(how: str) -> None:
+    limit = float(packed.norms("tied gpt").median())
+    model = packed.model_of("tied gpt")
+    if how == "checkpointed":
+        model.checkpoint_blocks = 1
+    else:
+        model.blocks[0].compile(backend="aot_eager")  # type: ignore[index, operator]
+    with private(model, limit, loss_reduction="sum") as run:
+        assert_sums(
+            packed.summed(run, packed.packed([[0, 1, 2], [3, 4], [5]])), packed.wanted("tied gpt", limit).totals, 1e-9
+        )
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_few_digits_a_document_stays_within_C(dtype: torch.dtype, storage: str) -> None:
+    limit = 0.7 * float(packed.norms("gpt").min())
+    with private(packed.model_of("gpt").to(dtype), limit, clipping=storage, loss_reduction="sum") as run:
+        for number in range(6):
+            found = packed.summed(run, packed.packed([[number]]))
+            assert float(torch.cat([g.double().flatten() for g in found.values()]).norm()) <= limit
+
+
 def test_a_document_over_several_rows_is_one_unit() -> None:
     rows = packed.packed([[0, 1], [2, 3]])
     rows.ids[rows.ids == 13] = 10  # documents 0 and 3 are one user's

@@ -104,7 +104,7 @@ def test_a_step_is_the_clipped_sum_over_documents(data: dict[str, Any], tmp_path
     stepper.engine.detach()
 
 
-@pytest.mark.parametrize("data", [PACKED, PADDED], ids=["packed", "padded"])
+@pytest.mark.parametrize("data", [PACKED, pytest.param(PADDED, marks=pytest.mark.full)], ids=["packed", "padded"])
 def test_a_run_trains_and_says_what_its_unit_is(
     data: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,6 +159,7 @@ def test_a_model_that_cannot_tell_tokens_apart_is_refused_by_name(tmp_path: Path
     stepper.engine.detach()
 
 
+@pytest.mark.full
 def test_the_doctor_looks_at_rows_as_a_draw_has_them(tmp_path: Path) -> None:
     config = private(tmp_path / "run", {**PACKED, "batch": 6})
     training, _ = load_windows(config.data)

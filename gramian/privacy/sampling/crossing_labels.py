@@ -31,14 +31,16 @@ class CrossingLabels:
         """No label was seen."""
         self._equal = 0
         self._own = False
-        """True once a unit's last label was seen that is not the next token."""
+        """True once a unit's last label was seen that is not the next token: such labels are then the units' own."""
 
     def refuse(self, units: UnitIds, arguments: Any) -> None:
         """Raise GramianError for labels among `arguments` that cross from one unit into the next.
 
-        Labels that the model does not see are not looked at. Cost: some passes over [B, T] on the host.
+        Labels that the model does not see are not looked at. Cost: some passes over [B, T] on the host, until a unit's own last
+        label was seen.
         """
-        found = list(_token_ids(arguments, tuple(units.ids.shape))) if units.by_token else []
+        looks = units.by_token and not self._own
+        found = list(_token_ids(arguments, tuple(units.ids.shape))) if looks else []
         if len(found) < 2 or units.ids.shape[1] < 2:
             return
         next_BT = found[0][:, 1:]
@@ -54,7 +56,7 @@ class CrossingLabels:
                 continue
             equal_BT = counts & border_BT & (labels_BT[:, :-1] == next_BT)
             self._equal += int(equal_BT.sum())
-            self._own = self._own or bool((counts & border_BT & ~equal_BT).any())
+            self._own = bool((counts & border_BT & ~equal_BT).any())
             if not self._own and self._equal >= CHANCE:
                 _refuse_any(equal_BT)
 

@@ -168,9 +168,10 @@ def inner(left: PerSampleGradient, right: PerSampleGradient) -> Tensor:
 def _inner_of_segments(left: GroupedOuter, right: GroupedIndexed) -> Tensor:
     """`inner` of a linear head with an embedding, one sample at a time, as their lengths differ. Waits for the device."""
     (order_R, offsets_S), (order_P, offsets_Q) = left.rows.order, right.rows.order
+    ends_S, ends_Q = offsets_S.tolist(), offsets_Q.tolist()
     found = wide(right.rows_RD).new_zeros(left.batch)
     for b in range(left.batch):
-        mine, looked_up = order_R[offsets_S[b] : offsets_S[b + 1]], order_P[offsets_Q[b] : offsets_Q[b + 1]]
+        mine, looked_up = order_R[ends_S[b] : ends_S[b + 1]], order_P[ends_Q[b] : ends_Q[b + 1]]
         picked_TS = left.left_RM[mine][:, right.index_R[looked_up]]
         found[b] = (wide_mm(picked_TS.mT, left.right_RN[mine]) * wide(right.rows_RD[looked_up])).sum()
     return found

@@ -13,6 +13,7 @@ row of a call, and in part 1 one gradient.
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -359,11 +360,16 @@ class Prover:
         return True
 
     def _lone(self, among: Sequence[int]) -> list[UnitAlone]:
-        """Units of `among` to run alone: those that the loader collated, else the lowest numbered; none if units share rows."""
-        collated = self._find_lone(among) if self._units is None else []
+        """Units of `among` to run alone: those that the loader collated, else the lowest numbered; none if units share rows.
+
+        The loader collates single rows, so it is asked for units of one row.
+        """
+        units, wanted = self._unit_of_rows(), set(among)
+        rows = Counter(units)
+        single = [row for row, unit in enumerate(units) if unit in wanted and rows[unit] == 1]
+        collated = self._find_lone(single) if single else []
         if collated:
-            return [UnitAlone(one.row, [one.row], one) for one in collated]
-        units = self._unit_of_rows()
+            return [UnitAlone(units[one.row], [one.row], one) for one in collated]
         first = min((unit for unit in units if unit in among), key=self._numbers.__getitem__, default=None)
         return [] if first is None else [UnitAlone(first, [i for i, unit in enumerate(units) if unit == first], None)]
 

@@ -319,7 +319,8 @@ class RowProof:
         if proven.partition is not None and any(samples.partition != proven.partition for samples in groupings):
             return True
         samples, sliced = groupings[0], proven.alone.startswith("slice") and self.lone is not no_loader
-        if (proven.unpadded is None and not sliced) or samples.units is not None:
+        by_token = samples.units is not None and samples.units.by_token
+        if (proven.unpadded is None and not sliced) or by_token:
             return False
         self._without_padding += 1
         if (sliced or samples.sizes == proven.unpadded) and self._without_padding.bit_count() > 1:

@@ -226,9 +226,10 @@ class SampleArguments:
         assert self.units is not None
         first = next((leaf for leaf in self.leaves if isinstance(leaf, Tensor)), torch.empty(0))
         if first.shape[:2] != self.units.ids.shape:
+            length = first.shape[1] if first.dim() > 1 else 0
             raise GramianError(
-                f"{self.units.field}: are given by token, {list(self.units.ids.shape)}, and the model's first tensor has the "
-                f"shape {list(first.shape)}; expected one whose first axes are these tokens"
+                f"{self.units.field}: are given by token, {list(self.units.ids.shape)}, and the model's first tensor has "
+                f"{length} tokens in a row, {list(first.shape)}; expected one whose first axes are the ids' own"
             )
         tokens = first.detach().flatten(0, 1)
         return [int(value) for value in Fingerprint.of(tokens.reshape(len(tokens), -1), 0).hashes_R]

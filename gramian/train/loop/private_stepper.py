@@ -162,7 +162,12 @@ class PrivateStepper(Stepper):
         places = np.linspace(0, len(self._records) - 1, count).astype(np.int64)
         items = [self._records[int(place)] for place in places]
         rows = default_collate(items) if self._pack is None else self._pack(items)
-        return {name: value.to(self.grid.device) for name, value in rows.items()}
+        return self._placed(rows)
+
+    def _placed(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Rows on the run's device; the units of their tokens stay on the host, where they are read."""
+        device = self.grid.device
+        return {name: t if name == "units" else t.to(device, non_blocking=True) for name, t in rows.items()}
 
     def prove_loss(self, rows: dict[str, Tensor]) -> None:
         """Prove that the loss of these rows does not mix units; raises a GramianError that names the layer if it does."""
@@ -226,7 +231,7 @@ class PrivateStepper(Stepper):
         total[1] = float(flag)
         before = 1.0 if self.scaler is None else self.scaler.get_scale()
         for i, piece in enumerate(batch.pieces):
-            piece = {name: value.to(self.grid.device, non_blocking=True) for name, value in piece.items()}
+            piece = self._placed(piece)
             seed_all(self._seed, batch.position, i, self.grid.rank)
             self.optimizer.zero_grad(set_to_none=True)
             loss, nats = self.loss(self.module, piece)
