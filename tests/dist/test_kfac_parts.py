@@ -81,5 +81,7 @@ class Mixing(nn.Module):
 @distributed(world_size=2)
 def test_two_processes_find_the_layers_that_are_tapped_as_one(rank: int) -> None:
     case = Case(Mixing, inputs, 5, 4)
-    record = bodies.same_as_one(rank, "ddp", case, [[3, 0], [4, 1, 2]], {"damping": 0.01}, reduction="sum", tolerance=1e-9)
+    record = bodies.same_as_one(
+        rank, "ddp", case, [[3, 0], [4, 1, 2]], {"damping": 0.01}, reduction="sum", tolerance=1e-9
+    )
     assert record["layers"]["mixer.step.weight"]["approximation"] == "K-FAC mixer.step.weight"

@@ -14,7 +14,7 @@ row of a call, and in part 1 one gradient.
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from gramian.taps.proof.single_unit import FindAlone, UnitAlone, compare_alone, 
 from gramian.taps.sites.generic import REPRODUCES
 from gramian.taps.tapped_model import Call, TappedModel
 
+GRADIENT = "output gradient"
 CHANCE = 1e-6
 """Largest probability that a model which permutes samples at random leaves them in place at every random state of a proof."""
 
@@ -327,9 +328,13 @@ class Prover:
     # ---- one row for all samples -----------------------------------------------------------------------------------
 
     def _refuse_shared_samples(self, base: TappedRun) -> None:
-        """Raise Refuted if the one row that a layer processes for all samples changes when the batch is rolled by one."""
+        """Raise Refuted if one row for all samples is not one, or its copies are not each sample's own, in a rolled batch.
+
+        The row that a layer sees must not change, and the gradient of a copy must move with its sample.
+        """
         batch = self._samples.batch
-        run = self.runs.tapped([(i + 1) % batch for i in range(batch)])
+        rolled = [(i + 1) % batch for i in range(batch)]
+        run = self.runs.tapped(rolled)
         shared = {(layer, ordinal) for layer, ordinal, rows in base.calls if rows == 0}
         for key, before in base.rows.items():
             after = run.rows.get(key)
@@ -340,3 +345,24 @@ class Prover:
                     f"{key[1] or 'model'}: sees one row that depends on samples; expected one row for each sample, or one "
                     "that is the same for all"
                 )
+        if base.drew:
+            with WithoutDropout():
+                base, run = (self.runs.tapped(order) for order in (self.runs.everyone, rolled))
+        if base.drew or self._units is not None:  # rows differ by what they draw
+            return
+        copies = (
+            replace(
+                one, rows={k: f for k, f in one.rows.items() if k[1] in self.runs.shared and one.sides[k] == GRADIENT}
+            )
+            for one in (base, run)
+        )
+        change = self._compare.first_change(
+            *(replace(one, outputs=[]) for one in copies), rolled, self.runs.everyone, REPRODUCES
+        )
+        if change is not None:
+            raise Refuted(
+                f"{change[0]} when the batch is rolled by one: its one row was taken for all samples; expected code that "
+                "broadcasts the row over the batch"
+            ) from IndexError(
+                "the code behind it reads rows of another axis"
+            )  # as if it had failed on a row for each sample
