@@ -235,3 +235,60 @@ def test_a_table_of_positions_without_a_batch_axis_has_factors_of_every_sample(r
     counts = torch.tensor([0.0] * 2 + [1.0] * 6 + [0.0]).double() / 6
     assert_close(block.A.to_dense(), torch.diag(counts), 1e-9)
     assert_close(block.G.to_dense(), torch.einsum("brc,brd->cd", y_BRC, y_BRC) / y.numel(), 1e-9)
+
+
+class Depths(nn.Module):
+    """Positions of every layer of a model, here of one: the first axis is that of layers, not of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(1, 1, 6, 24))
+
+    def forward(self) -> Tensor:
+        return torch.tanh(self.table)
+
+
+class OfLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.depths, self.inner, self.out = Depths(), nn.Linear(24, 24), nn.Linear(24, V)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = self.depths()
+        for layer in range(len(positions[:1])):
+            x = self.inner(torch.tanh(x + positions[layer]))
+        return self.out(x.sum(1))
+
+
+def test_one_row_that_is_not_of_samples_has_a_copy_for_each() -> None:
+    model, found, x, y = seeded(OfLayers), kfac(kfac_policy="small_only"), normal(B, 6, 24), classes(V, B)
+    with found.capture(model, loss_reduction="sum", num_terms=B):
+        cross_entropy(model, x, y).backward()
+    y_BRC = single_sample.per_sample_gradients(model, cross_entropy, (x, y))["depths.table"].reshape(B, 6, 24)
+    G = torch.einsum("brc,brd->cd", y_BRC, y_BRC) / B
+    assert_close(found.kfac_factors["depths.table"].G.to_dense(), G, 1e-9)
+
+
+class TwoOutputs(nn.Module):
+    """Logits of each sample, and similarities between all, scaled by a parameter of the root (as CLIP's)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.out, self.scale = Learned(True), nn.Linear(24, V), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x + self.positions(x)).sum(1)
+        return self.out(h) * self.scale.exp(), h @ h.mT * self.scale
+
+
+def test_an_output_that_couples_samples_and_is_not_in_the_loss_is_no_refusal() -> None:
+    model, found, x, y = seeded(TwoOutputs), kfac(kfac_policy="small_only"), normal(B, 6, 24), classes(V, B)
+
+    def loss(own: nn.Module, rows: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(own(rows)[0], targets, reduction="sum")
+
+    with found.capture(model, loss_reduction="sum", num_terms=B):
+        loss(model, x, y).backward()
+    y_BRC = single_sample.per_sample_gradients(model, loss, (x, y))["positions.weight"]
+    G = torch.einsum("brc,brd->cd", y_BRC, y_BRC) / B
+    assert_close(found.kfac_factors["positions"].G.to_dense(), G, 1e-9)

@@ -777,6 +777,11 @@ TRAPS = (
         partial(test_rows.test_a_table_of_positions_without_a_batch_axis_has_factors_of_every_sample, True),
     ),
     Mutation(
+        "copies of one row not looked at",
+        Edit("RowComparison.refuse_shared_samples", "if change is not None:", "if False:"),
+        test_rows.test_one_row_that_is_not_of_samples_has_a_copy_for_each,
+    ),
+    Mutation(
         "exact blocks of rows as a diagonal",
         Edit("RemainderSums.update", "g_RBW.mT @ g_RBW", "torch.diag_embed(g_RBW.square().sum(1))"),
         partial(test_layers.test_all_else_has_its_exact_block_or_diagonal, "convnet"),

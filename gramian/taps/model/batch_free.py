@@ -29,6 +29,7 @@ FACTS = (
     "element_size",
     "ndimension",
     "get_device",
+    "__len__",
 )
 """Methods of a tensor that describe it, too."""
 REPEATS = ("expand", "expand_as", "broadcast_to", "repeat", "tile")

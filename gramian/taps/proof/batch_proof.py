@@ -57,7 +57,9 @@ class BatchProof:
             try:
                 return runs.calls()
             except Refuted as failure:
-                refuse(failure)
+                if failure.__cause__ is None:
+                    refuse(failure)
+                return LayerUses(frozenset(), frozenset({0}), past_a_tap=False)  # code that fails on expanded rows
 
     def prove(self, *, sums_only: bool = False) -> Proven | None:
         """Prove the batch; if that fails, again with what is then found out about the model's layers (arguments as in `once`).
@@ -184,7 +186,13 @@ class BatchProof:
         samples = self.samples
         outputs = OutputKinds(samples, prover.runs)
         if sums_only:
-            return prover.prove(outputs.choose_all, sums_only=True)
+            try:
+                return prover.prove(outputs.choose_all, sums_only=True)
+            except GramianError:  # of a tap, on an output that couples samples
+                found, _ = self._rows_alone(prover, outputs, sums_only=True)
+                if found is None:
+                    raise
+                return found
         self._refuse_irreplaceable()
         if prover.open:
             return None
@@ -222,7 +230,9 @@ class BatchProof:
             raise Refuted(f"{reason}; expected one row for each sample")
         return replace(found, open_outputs=reasons, runs=prover.runs.count)
 
-    def _rows_alone(self, prover: Prover, outputs: OutputKinds) -> tuple[Proven | None, dict[int, str]]:
+    def _rows_alone(
+        self, prover: Prover, outputs: OutputKinds, sums_only: bool = False
+    ) -> tuple[Proven | None, dict[int, str]]:
         """What is shown of outputs with rows each by itself, and {output: why it is not}, where together they failed.
 
         Of a model that returns logits between all samples and embeddings of each (CLIP) a loss may use the embeddings.
@@ -230,7 +240,7 @@ class BatchProof:
         found, reasons = None, dict[int, str]()
         for number in outputs.rows if 1 < len(outputs.rows) <= MOST_ALONE else ():
             try:
-                alone = prover.prove(lambda _, number=number: [number])  # type: ignore[misc]
+                alone = prover.prove(lambda _, number=number: [number], sums_only=sums_only)  # type: ignore[misc]
                 found = alone if found is None else replace(found, calls=found.calls | alone.calls)
             except (Refuted, GramianError) as error:
                 reasons[number] = outputs.couples(number, error)

@@ -150,7 +150,7 @@ class Prover:
                 self.separate(base, replaced)
             reversal, alone = self._reorder(base, chosen, lone)
         elif runs.shared:
-            self._refuse_shared_samples(base)
+            self._compare.refuse_shared_samples(base, by_sample=self._units is None)
         loud = {key[1:3] for key, rows in base.rows.items() if base.sides[key] == "output gradient" and rows.largest}
         return Proven(
             calls=frozenset(base.calls),
@@ -390,17 +390,3 @@ class Prover:
         """Units whose output gradient is not zero in some call of the run `base`."""
         sides = [rows for key, rows in base.rows.items() if base.sides[key] != "input"]
         return {int(unit) for rows in sides for unit in (rows.projections_RK != 0).any(1).nonzero().flatten()}
-
-    def _refuse_shared_samples(self, base: TappedRun) -> None:
-        """Raise Refuted if the one row that a layer processes for all samples changes when the batch is rolled by one."""
-        run = self.runs.tapped([*range(1, self._samples.batch), 0])
-        shared = {(layer, ordinal) for layer, ordinal, rows in base.calls if rows == 0}
-        for key, before in base.rows.items():
-            after = run.rows.get(key)
-            if key[1:3] not in shared or base.sides[key] != "input" or after is None:
-                continue
-            if not torch.equal(before.hashes_R, after.hashes_R):
-                raise Refuted(
-                    f"{key[1] or 'model'}: sees one row that depends on samples; expected one row for each sample, or one "
-                    "that is the same for all"
-                )

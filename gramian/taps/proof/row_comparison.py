@@ -8,11 +8,13 @@ differ is repeated up to `REPEATS` times before they are taken to be determinist
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from gramian.taps.audit import AGREES
+from gramian.taps.model.dropout import WithoutDropout
 from gramian.taps.proof.proof_runs import SCALE, ProofRuns, Refuted, TappedRun
 from gramian.taps.proof.row_fingerprint import Fingerprint, relative_rounding
 from gramian.taps.proof.row_recorder import Key, disagreement, sketches_of
@@ -139,6 +141,48 @@ class RowComparison:
                 bad[0],
             )
         return all(sketch.finite for sketch in (*base.recorder.totals.values(), *halved.values()))
+
+    def refuse_shared_samples(self, base: TappedRun, by_sample: bool) -> None:
+        """Raise Refuted if one row for all samples is not one, or its copies are not each sample's own, in a rolled batch.
+
+        The row that a layer sees must not change, and the gradient of a copy must move with its sample, if rows are those of samples (`by_sample`).
+        """
+        rolled = [*range(1, len(self._runs.everyone)), 0]
+        run = self._runs.tapped(rolled)
+        shared = {(layer, ordinal) for layer, ordinal, rows in base.calls if rows == 0}
+        for key, before in base.rows.items():
+            after = run.rows.get(key)
+            if key[1:3] not in shared or base.sides[key] != "input" or after is None:
+                continue
+            if not torch.equal(before.hashes_R, after.hashes_R):
+                raise Refuted(
+                    f"{key[1] or 'model'}: sees one row that depends on samples; expected one row for each sample, or one "
+                    "that is the same for all"
+                )
+        if base.drew:
+            with WithoutDropout():
+                base, run = (self._runs.tapped(order) for order in (self._runs.everyone, rolled))
+        if base.drew or not by_sample:  # rows differ by what they draw
+            return
+        copies = (
+            replace(
+                one,
+                rows={
+                    k: f for k, f in one.rows.items() if k[1] in self._runs.shared and one.sides[k] == "output gradient"
+                },
+            )
+            for one in (base, run)
+        )
+        change = self.first_change(
+            *(replace(one, outputs=[]) for one in copies), rolled, self._runs.everyone, REPRODUCES
+        )
+        if change is not None:
+            raise Refuted(
+                f"{change[0]} when the batch is rolled by one: its one row was taken for all samples; expected code that "
+                "broadcasts the row over the batch"
+            ) from IndexError(
+                "the code behind it reads rows of another axis"
+            )  # as if it had failed on a row for each sample
 
     def _pairs(self, base: TappedRun, run: TappedRun) -> list[tuple[str, Fingerprint, Fingerprint, "Key | int"]]:
         """(title, tensor of `base`, of `run`, key) of all tensors to compare, in the order in which errors are reported.

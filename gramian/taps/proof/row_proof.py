@@ -180,7 +180,7 @@ class RowProof:
         elif sizes not in self._sizes:
             calls = self._on(samples[0], execute).calls().calls
             unseen = calls if not tells_apart and key not in self._summed else self._unseen(key, calls)
-            if unseen and (tells_apart or any(rows == 0 for _, _, rows in unseen)):
+            if not calls or unseen and (tells_apart or any(rows == 0 for _, _, rows in unseen)):
                 self._prove(key, samples, execute, sums_only=not tells_apart)
             self._summed.add(key)
         if self.model.layouts and sizes not in self._sizes:
