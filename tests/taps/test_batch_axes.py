@@ -356,12 +356,11 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", [(3, 5), (4, 4)] if FULL else [(3, 5)])
 @pytest.mark.parametrize("name", NETS)
-def test_what_no_single_layer_shows_is_exact(name: str, shape: tuple[int, int]) -> None:
+def test_what_no_single_layer_shows_is_exact(name: str) -> None:
     model = NETS[name]().double()
-    assert_norms_of(model, batch(*shape))
-    assert_norms_of(model, batch(shape[0] + 1, shape[1] + 2))
+    assert_norms_of(model, batch(3, 5))
+    assert_norms_of(model, batch(4, 7))
 
 
 def test_a_gradient_that_is_rounding_alone_agrees() -> None:
