@@ -48,7 +48,7 @@ def run_layer(
     trains = any(user_names.parameter(module, local).requires_grad for local in tap.parameters)
     plain = tap.site.own_forward(module, plain)
     if model.rule.withholds:
-        plain = DetachedForward(plain, module, tap.parameters, _leaves(model, tap))
+        plain = DetachedForward(plain, module, tap.parameters, _leaves(model, tap), tap.site.whole)
     if torch.compiler.is_compiling():
         output, saved, extra = _run_site(model, tap, module, plain, args, kwargs)
     else:
@@ -125,7 +125,7 @@ def _run_inline(
     batch = model.passes.batch_of_second_run(tap.name) if in_backward() else model.batch
     layouts = model.layouts_of(tap)
     run = site.observed(module, plain, batch, partial(observe_product, model, tap), layouts)
-    run = DetachedForward(run, module, tap.parameters, None) if model.rule.withholds else run
+    run = DetachedForward(run, module, tap.parameters, None, site.whole) if model.rule.withholds else run
     generators = Generators(module)
     states = generators.states()
     before = model.passes.current
@@ -244,6 +244,7 @@ class DetachedForward:
         module: nn.Module,
         parameters: dict[str, str],
         leaves: list[tuple[str, Tensor]] | None,
+        whole: bool,
     ) -> None:
         """Find the modules that have the weights; nothing is replaced before the call.
 
@@ -253,23 +254,38 @@ class DetachedForward:
             parameters: {name inside the layer: name in the user's model} of its weights; trainable ones are detached.
             leaves: list to which a call appends (name in the model, the detached weight) of trainable weights, which then get
                 autograd's gradient themselves; None: detached weights get no gradient.
+            whole: True if the children are tapped with the layer: a weight that several of them share is detached in all.
         """
         self.plain, self.leaves = plain, leaves
         trained = {k: name for k, name in parameters.items() if user_names.parameter(module, k).requires_grad}
         self.names = tuple(trained.values())
-        self.places = [(module.get_submodule(local.rpartition(".")[0]), local.rpartition(".")[2]) for local in trained]
+        self.places = [
+            [(module.get_submodule(local.rpartition(".")[0]), local.rpartition(".")[2]), *_tied(module, local, whole)]
+            for local in trained
+        ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run `plain` with detached weights in place of the parameters, which are put back afterwards."""
-        old = [owner._parameters[local] for owner, local in self.places]
-        for name, (owner, local), p in zip(self.names, self.places, old, strict=True):
+        old = [places[0][0]._parameters[places[0][1]] for places in self.places]
+        for name, places, p in zip(self.names, self.places, old, strict=True):
             assert p is not None
             weight = p.detach()
             if self.leaves is not None:
                 self.leaves.append((name, weight.requires_grad_()))
-            owner._parameters[local] = weight  # type: ignore[assignment]
+            for owner, local in places:
+                owner._parameters[local] = weight  # type: ignore[assignment]
         try:
             return self.plain(*args, **kwargs)
         finally:
-            for (owner, local), p in zip(self.places, old, strict=True):
-                owner._parameters[local] = p
+            for places, p in zip(self.places, old, strict=True):
+                for owner, local in places:
+                    owner._parameters[local] = p
+
+
+def _tied(module: nn.Module, local: str, whole: bool) -> list[tuple[nn.Module, str]]:
+    """Further places (owner, name there) of a layer's weight inside it, if its children are tapped with it (`whole`)."""
+    p, found = user_names.parameter(module, local), list[tuple[nn.Module, str]]()
+    for path, owner in module.named_modules() if whole else ():
+        names = [key for key, own in owner._parameters.items() if own is p]
+        found += [(owner, key) for key in names if (f"{path}.{key}" if path else key) != local]
+    return found

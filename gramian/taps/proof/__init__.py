@@ -36,4 +36,5 @@ Files:
 | `proof_runs`, `row_recorder`, `row_fingerprint` | one run, what it records, and a fingerprint (40 bytes) of each row |
 | `sample_arguments`, `model_outputs`, `output_kinds`, `compiled_arguments` | arguments and outputs by sample |
 | `isolated_runs` | runs after which the user's model is restored |
+| `remedies` | where the proof fails: samples on other axes, layers tapped as one, copies of what has no batch axis |
 """

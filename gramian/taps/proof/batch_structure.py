@@ -39,7 +39,7 @@ def structure_of(model: TappedModel, args: Any, kwargs: Any, batch: int) -> tupl
     autocast = (torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"))
     modules = tuple((_number(module), *_flags(module), *_hooks(module)) for module in model.root_module.modules())
     private = model.rule.withholds  # proves more: the loader's own collation, buffers, inputs that are left alone
-    alike = batch if model.tells_samples_apart and any(batch in sizes for sizes in found[0].sizes) else 0
+    alike = batch if model.tells_samples_apart and found[0].alike else 0
     key = (tuple(s.structure for s in found), modules, autocast, frozenset(model.parameters), private, alike)
     return (key, found[0].uneven() if model.tells_samples_apart else ()), found
 

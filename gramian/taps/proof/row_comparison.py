@@ -21,6 +21,10 @@ from gramian.taps.proof.row_recorder import Key, disagreement, sketches_of
 from gramian.taps.sites.generic import REPRODUCES
 
 ONE_ROW = "; or a batch axis of 1 where a layer sees no sample: positions of shape [1, T], not [T]"
+SOMETIMES = (
+    "; or layers that every batch calls equally often (a full softmax in place of nn.AdaptiveLogSoftmaxWithLoss, which skips "
+    "clusters without labels)"
+)
 REPEATS = 4
 """Maximum number of repetitions of each of two runs on a GPU; 1 elsewhere, of the first one."""
 Repeat = Callable[[], TappedRun]
@@ -76,7 +80,7 @@ class RowComparison:
             found, at = (base, here) if odd in base.rows else (run, there)
             # an expert without tokens is not called: the samples that are compared must have none in the other run either
             if odd[1] not in found.recorder.ragged or bool((found.rows[odd].projections_RK[at] != 0).any()):
-                return f"{odd[1] or 'model'}: is called another number of times", ""
+                return f"{odd[1] or 'model'}: is called another number of times", SOMETIMES
         for title, one, other, key in self._pairs(base, run):
             if one.shape != other.shape:
                 return f"{title} has another shape", ""

@@ -228,8 +228,8 @@ class RowProof:
                     model.lockstep.announce()
                     try:
                         self._run_along(run)
-                    except LayerRefused as refusal:
-                        self._on(samples[0], execute).layers.look(refusal)
+                    except LayerRefused as refused:
+                        self._on(samples[0], execute).layers.look(refused)
                 self._prove(key, samples, execute, sums_only=not model.tells_samples_apart)
                 if (
                     key not in self.proven and model.tells_samples_apart

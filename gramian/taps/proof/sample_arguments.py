@@ -104,6 +104,16 @@ class SampleArguments:
         return tuple(tuple(leaf.shape[1:]) for leaf, rows in pairs if rows and isinstance(leaf, Tensor))
 
     @property
+    def alike(self) -> bool:
+        """True if an argument has as many tokens as there are samples, so that its shape does not show which is which.
+
+        The last axis of floating-point numbers has features.
+        """
+        pairs = zip(self.leaves, self.rows, strict=True)
+        shapes = (t.shape[1 : t.dim() - t.is_floating_point()] for t, rows in pairs if rows and isinstance(t, Tensor))
+        return any(self.batch in shape for shape in shapes)
+
+    @property
     def partition(self) -> tuple[int, ...] | None:
         """The unit of each row, numbered by first occurrence; None if each row is a unit, or units are groups of tokens."""
         if self.units is None or self.units.ids.dim() != 1:

@@ -80,8 +80,8 @@ class LayerAssumptions:
                 yield True
                 continue
             for ones in (False, True):
-                if ones and sums_only and getattr(self.failure, "__cause__", None) is None:
-                    continue  # sums take one row for all samples, but where the user's code fails on a row for each
+                if ones and getattr(self.failure, "__cause__", None) is None:
+                    continue  # only if the user's code failed where one row became a row for each sample
                 without = self.batch_free(ones)
                 if without and without != model.batch_free:
                     model.batch_free = free | without

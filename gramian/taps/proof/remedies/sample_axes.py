@@ -65,9 +65,9 @@ class SampleAxes:
         """The run that has ended had other samples in place of all but those that `stayed`: drop layouts that do not fit."""
         places = sorted(stayed)
         for place, prints in self._base.items():
-            others = self._now.get(place, {})
+            now = self._now.get(place, {})
             for layout, one in list(prints.items()):
-                other = others.get(layout)
+                other = now.get(layout)
                 if other is None or one.shape != other.shape:
                     del prints[layout]
                     continue
