@@ -148,8 +148,6 @@ class KFACNaturalGradient(SavedFactors, FisherSpectrum):
         """Name of the layer whose outputs are the logits; None while it is not known."""
         return self.state.head
 
-    # ---- estimation ------------------------------------------------------------------------------------------------
-
     def capture(
         self,
         model: nn.Module,

@@ -149,7 +149,8 @@ class RowComparison:
     def refuse_shared_samples(self, base: TappedRun, by_sample: bool) -> None:
         """Raise Refuted if one row for all samples is not one, or its copies are not each sample's own, in a rolled batch.
 
-        The row that a layer sees must not change, and the gradient of a copy must move with its sample, if rows are those of samples (`by_sample`).
+        The row that a layer sees must not change. If rows are those of samples (`by_sample`), the gradient of a copy must move
+        with its sample.
         """
         rolled = [*range(1, len(self._runs.everyone)), 0]
         run = self._runs.tapped(rolled)
@@ -168,18 +169,13 @@ class RowComparison:
                 base, run = (self._runs.tapped(order) for order in (self._runs.everyone, rolled))
         if base.drew or not by_sample:  # rows differ by what they draw
             return
-        copies = (
-            replace(
-                one,
-                rows={
-                    k: f for k, f in one.rows.items() if k[1] in self._runs.shared and one.sides[k] == "output gradient"
-                },
-            )
-            for one in (base, run)
-        )
-        change = self.first_change(
-            *(replace(one, outputs=[]) for one in copies), rolled, self._runs.everyone, REPRODUCES
-        )
+
+        def copies(one: TappedRun) -> TappedRun:
+            """The run with the output gradients of layers whose one row was expanded alone."""
+            shared = [key for key in one.rows if key[1] in self._runs.shared and one.sides[key] == "output gradient"]
+            return replace(one, rows={key: one.rows[key] for key in shared}, outputs=[])
+
+        change = self.first_change(copies(base), copies(run), rolled, self._runs.everyone, REPRODUCES)
         if change is not None:
             raise Refuted(
                 f"{change[0]} when the batch is rolled by one: its one row was taken for all samples; expected code that "

@@ -1,4 +1,9 @@
-"""Sites of two tables of Hugging Face's BART and mBART: positions y_t = W[t + offset], and scaled tokens y = s·W[x]."""
+"""Sites of Hugging Face's libraries: two tables of BART and mBART, and the adapter of a raw parameter in `peft`.
+
+The tables are positions y_t = W[t + offset], and scaled tokens y = s·W[x]. The adapter (of a router's or experts' weights)
+parametrizes the module that it wraps in each forward, weight + B A, and removes the parametrization afterwards. So neither the
+wrapped module nor A and B, whose weights it reads beside them, can be tapped: the adapter runs again as a whole.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +15,7 @@ from torch import Tensor, nn
 from gramian.taps.gradients import PerSampleGradient
 from gramian.taps.products.sides import Sides
 from gramian.taps.sites.embedding import Embedding
+from gramian.taps.sites.generic import Generic
 from gramian.taps.sites.site import SiteRun, first_tensor
 from gramian.taps.sites.site_registry import register_site
 
@@ -53,3 +59,4 @@ for _family, _class in (("bart", "Bart"), ("mbart", "MBart")):
     _module = f"transformers.models.{_family}.modeling_{_family}.{_class}"
     register_site(f"{_module}LearnedPositionalEmbedding", OffsetPositions())
     register_site(f"{_module}ScaledWordEmbedding", ScaledTokens())
+register_site("peft.tuners.lora.layer.ParamWrapper", Generic(whole=True))
