@@ -778,7 +778,7 @@ TRAPS = (
     ),
     Mutation(
         "copies of one row not looked at",
-        Edit("Prover._refuse_shared_samples", "if change is not None:", "if False:"),
+        Edit("Prover._refuse_still_copies", "if change is not None:", "if False:"),
         test_rows.test_one_row_that_is_not_of_samples_has_a_copy_for_each,
     ),
     Mutation(

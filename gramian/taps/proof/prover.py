@@ -348,21 +348,23 @@ class Prover:
         if base.drew:
             with WithoutDropout():
                 base, run = (self.runs.tapped(order) for order in (self.runs.everyone, rolled))
-        if base.drew or self._units is not None:  # rows differ by what they draw
-            return
-        copies = (
+        if not base.drew and self._units is None:  # else rows differ by what they draw
+            self._refuse_still_copies(base, run, rolled)
+
+    def _refuse_still_copies(self, base: TappedRun, run: TappedRun, rolled: list[int]) -> None:
+        """Raise Refuted if the gradients of copies of one row do not move with their samples from `base` to `run`."""
+        own, moved = (
             replace(
-                one, rows={k: f for k, f in one.rows.items() if k[1] in self.runs.shared and one.sides[k] == GRADIENT}
+                one,
+                rows={k: f for k, f in one.rows.items() if k[1] in self.runs.shared and one.sides[k] == GRADIENT},
+                outputs=[],
             )
             for one in (base, run)
         )
-        change = self._compare.first_change(
-            *(replace(one, outputs=[]) for one in copies), rolled, self.runs.everyone, REPRODUCES
-        )
-        if change is not None:
+        change = self._compare.first_change(own, moved, rolled, self.runs.everyone, REPRODUCES)
+        if change is not None:  # as if code had failed on a row for each sample
+            other_axis = IndexError("the code behind it reads the rows as something else")
             raise Refuted(
                 f"{change[0]} when the batch is rolled by one: its one row was taken for all samples; expected code that "
                 "broadcasts the row over the batch"
-            ) from IndexError(
-                "the code behind it reads rows of another axis"
-            )  # as if it had failed on a row for each sample
+            ) from other_axis
