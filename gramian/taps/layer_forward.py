@@ -284,8 +284,11 @@ class DetachedForward:
 
 def _tied(module: nn.Module, local: str, whole: bool) -> list[tuple[nn.Module, str]]:
     """Further places (owner, name there) of a layer's weight inside it, if its children are tapped with it (`whole`)."""
-    p, found = user_names.parameter(module, local), list[tuple[nn.Module, str]]()
-    for path, owner in module.named_modules() if whole else ():
+    found: list[tuple[nn.Module, str]] = []
+    if not whole:
+        return found
+    p = user_names.parameter(module, local)
+    for path, owner in module.named_modules():
         names = [key for key, own in owner._parameters.items() if own is p]
         found += [(owner, key) for key in names if (f"{path}.{key}" if path else key) != local]
     return found

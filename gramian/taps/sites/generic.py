@@ -152,8 +152,8 @@ class Generic(Site):
         return saved, output_gradients, replace(extra, layouts=layouts)
 
     def batch_axes(self, module: nn.Module, output: Tensor) -> int:
-        """All axes of the output."""
-        return output.dim()
+        """All axes but the last one of the output."""
+        return max(1, output.dim() - 1)
 
     def first_run(
         self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any

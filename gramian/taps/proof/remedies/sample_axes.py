@@ -48,13 +48,12 @@ class SampleAxes:
         site = tap.site
         assert site is not None
         inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        seen = [self._prints(t, t.dim()) for t in inputs] if site.inline or not site.compiles else []
-        output = plain(*args, **kwargs)
         number = self._count[tap.name] = self._count.get(tap.name, -1) + 1
-        self._now |= {(tap.name, number, 0, i): prints for i, prints in enumerate(seen)}
+        for i, x in enumerate(inputs if site.inline or not site.compiles else ()):
+            self._look((tap.name, number, 0, i), x, x.dim() - x.is_floating_point())
+        output = plain(*args, **kwargs)
         for i, y in enumerate(pytree.tree_leaves(output)):
-            axes = site.batch_axes(module, y) if isinstance(y, Tensor) else 0
-            self._now[tap.name, number, 1, i] = self._prints(y, axes)
+            self._look((tap.name, number, 1, i), y, site.batch_axes(module, y) if isinstance(y, Tensor) else 0)
         return output
 
     def begin(self) -> None:
@@ -92,13 +91,20 @@ class SampleAxes:
         }
         return {layer: calls for layer, calls in layouts.items() if any(call.moved for call in calls)}
 
-    def _prints(self, t: Any, axes: int) -> Prints:
-        """Fingerprints of a tensor under all layouts that fit its shape, on the first of its axes; axis 0 comes first."""
+    def _look(self, place: Place, t: Any, axes: int) -> None:
+        """Store fingerprints of a tensor under all layouts that fit its shape, on the first of its axes; axis 0 comes first.
+
+        Layouts that earlier runs have refuted are left out.
+        """
         found: Prints = {}
+        self._now[place] = found
+        left = self._base.get(place)
         if not isinstance(t, Tensor) or t.layout != torch.strided:
-            return found
-        for layout in (Layout(axis, between) for between in (False, True) for axis in range(min(axes, t.dim()))):
+            return
+        for layout in (
+            Layout(axis, between) for between in (False, True) for axis in range(min(max(axes, 1), t.dim()))
+        ):
             rows = t.shape[layout.axis or 0]
-            if rows and rows % self.batch == 0 and (rows > self.batch or not layout.interleaved):
+            fits = rows and rows % self.batch == 0 and (rows > self.batch or not layout.interleaved)
+            if fits and (left is None or layout in left):
                 found[layout] = Fingerprint.of(split(t.detach(), layout, self.batch), self.seed)
-        return found
