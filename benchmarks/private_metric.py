@@ -31,8 +31,8 @@ PRIVATE, PUBLIC, BATCH, EPOCHS, EVERY = 10_000, 1_000, 500, 20, 20
 DELTA = 1e-5
 METHODS: dict[str, tuple[str, str | None, tuple[float, ...]]] = {
     "DP-SGD": ("sgd", None, (0.25, 0.5, 1.0, 2.0, 4.0)),
-    "DP-Adam": ("adam", None, (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)),
-    "metric, public images": ("sgd", "images", (0.1, 0.3, 1.0, 3.0, 10.0)),
+    "DP-Adam": ("adam", None, (4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)),
+    "metric, public images": ("sgd", "images", (1.0, 3.0, 10.0, 30.0, 100.0)),
     "metric and natural step, public images": ("natural", "images", (0.005, 0.01, 0.02, 0.04, 0.08)),
     "metric and natural step, noise images": ("natural", "noise", (0.005, 0.01, 0.02, 0.04, 0.08)),
 }
