@@ -254,6 +254,7 @@ def test_a_private_run_is_planned_with_its_row_proof(
     assert any(re.match(line, found) for found in lines)
 
 
+@pytest.mark.full
 def test_what_a_privacy_budget_buys_is_that_of_an_independent_accountant(
     small: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,5 +282,8 @@ def test_what_a_privacy_budget_buys_is_that_of_an_independent_accountant(
         assert total_noise == pytest.approx(sigma / batch / steps**0.5, rel=0.06)
         assert cost == pytest.approx(batch * steps / (16 * 200), rel=0.06)
     assert "least noise for the samples of this config: data.batch=128 run.steps=25" in shown
+
+
+def test_a_budget_that_is_none_is_one_line(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", small, "--target-epsilon", "-1"]) == 2
     assert "expected an ε above 0" in capsys.readouterr().err

@@ -241,6 +241,7 @@ def test_an_empty_batch_of_a_private_run_adds_nothing() -> None:
 # ---- compiled graphs --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_compiled_graphs_are_read_where_their_samples_lie() -> None:
     torch._dynamo.reset()
     model = network(time_first, "linear")
