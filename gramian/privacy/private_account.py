@@ -2,7 +2,10 @@
 
 import os
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from gramian.core.errors import GramianError
 from gramian.privacy.accounting.adjacency import adjacencies
@@ -50,6 +53,11 @@ class PrivateAccount(OpacusNames):
                 f"compose: epsilon of one engine is for {' and of the other for '.join(sorted(found))}; expected the same"
             )
         self._ledger.accounting.compose(other._ledger.accounting)
+
+    def whitened(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """W v for {parameter: tensor} v, W the metric of the last draw, in which C bounds what a sample adds; v without one."""
+        metric = None if self._model is None else self._model.metric
+        return dict(tensors) if metric is None else metric.whitened(tensors)
 
     def noise_record(self, releases: int) -> dict[str, Any]:
         """What the noise is, as JSON values: its name and, correlated, bands, groups of records, bytes stored, and errors.

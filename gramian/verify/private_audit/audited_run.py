@@ -22,12 +22,13 @@ from gramian.parallel.process_grid import ProcessGrid
 from gramian.privacy.accounting.noise_search import find_noise_multiplier
 from gramian.privacy.noise.noise_strategy import kind_of
 from gramian.train.build.build_model import build_model, set_recomputation
-from gramian.train.build.build_optimizer import build_optimizer
+from gramian.train.build.build_optimizer import build_curvature, build_optimizer
 from gramian.train.config.config import Config
 from gramian.train.config.config_sections import CompileSection, PrivacySection
 from gramian.train.loop.objective import IGNORED, Objective, logits_of
 from gramian.train.loop.precision import Precision, resolve_precision, set_globals
 from gramian.train.loop.private_stepper import PrivateStepper
+from gramian.train.loop.public_curvature import PublicCurvature
 from gramian.train.state.saved_run import load_run
 
 
@@ -95,14 +96,23 @@ class AuditedRun:
         audited = replace(config, privacy=privacy)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "proof: is|accountant: ")
-            stepper = PrivateStepper(
-                module, optimizer, self.numbers, self.grid, audited, self.windows if windows is None else windows
-            )
+            curvature = self._curvature(module)
+            data = self.windows if windows is None else windows
+            stepper = PrivateStepper(module, optimizer, self.numbers, self.grid, audited, data, curvature)
+        if curvature is not None:
+            curvature.refresh(0)
         try:
             yield stepper
         finally:
             stepper.engine.detach()
             stepper.close()
+
+    def _curvature(self, module: nn.Module) -> PublicCurvature | None:
+        """The public curvature in whose metric the run clips and draws noise; None without one."""
+        kfac = build_curvature(self.config, module)
+        if kfac is None:
+            return None
+        return PublicCurvature(module, copy.deepcopy(module), kfac, self.config, self.numbers, self.grid)
 
 
 def open_run(config: Config, grid: ProcessGrid, folder: Path | None, noise_multiplier: float | None) -> AuditedRun:
@@ -117,7 +127,8 @@ def open_run(config: Config, grid: ProcessGrid, folder: Path | None, noise_multi
     if config.privacy is None:
         raise GramianError("privacy: the run has no such section; expected a private run to audit")
     privacy = config.privacy
-    config = replace(config, kfac=None, compile=CompileSection(mode="off"), data=replace(config.data, workers=0))
+    curvature = config.kfac if privacy.metric == "kfac" else None  # what else it does acts on released sums
+    config = replace(config, kfac=curvature, compile=CompileSection(mode="off"), data=replace(config.data, workers=0))
     numbers = resolve_precision(config.precision, grid.device)
     if numbers.scales:  # gradients would have another scale in every step
         numbers = Precision("fp32", numbers.device)

@@ -74,9 +74,10 @@ class _Watched:
             self._sums.clear()
 
     def _now(self) -> Iterator[tuple[str, Tensor]]:
-        for name, p in self._trained.items():
-            if p.grad is not None:
-                yield name, p.grad.detach().reshape(-1)[self._places[name]].double()
+        """Values at the places that are looked at; in a metric W those of W times the gradient, whose noise is σ·C·z."""
+        found = {name: p.grad.detach().double() for name, p in self._trained.items() if p.grad is not None}
+        for name, whole in self._stepper.engine.whitened(found).items():
+            yield name, whole.reshape(-1)[self._places[name]]
 
 
 def check_releases(run: AuditedRun, releases: int | None = None) -> list[AuditFinding]:

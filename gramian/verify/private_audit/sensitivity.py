@@ -83,7 +83,8 @@ def check_sensitivity(run: AuditedRun) -> AuditFinding:
                 without = _clipped_sum(stepper, {**rows, "targets": emptied}, everything, pieces)
             else:
                 without = _clipped_sum(stepper, rows, [i for i in everything if i != left_out], pieces)
-            moved[name] = math.sqrt(sum(float((whole[p] - without[p]).square().sum()) for p in whole)) / limit
+            change = stepper.engine.whitened({p: whole[p] - without[p] for p in whole})
+            moved[name] = math.sqrt(sum(float(t.square().sum()) for t in change.values())) / limit
     worst = max(moved, key=lambda name: math.inf if math.isnan(moved[name]) else moved[name])
     passed = all(value <= 1 + allowed for value in moved.values())
     verb = "moved" if passed else "MOVED"
@@ -96,9 +97,9 @@ def check_sensitivity(run: AuditedRun) -> AuditFinding:
 
 
 def _clipped_sum(stepper: PrivateStepper, rows: Rows, chosen: list[int], pieces: int) -> dict[str, Tensor]:
-    """{parameter: Σ_i min(1, C/‖g_i‖) g_i} of some records, in float64 on the CPU, `pieces` records a backward."""
+    """{parameter: Σ_i min(1, C/‖g_i‖) g_i} of some records, in float64, `pieces` records a backward."""
     trained = {name: p for name, p in stepper.module.named_parameters() if p.requires_grad}
-    totals = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in trained.items()}
+    totals = {name: torch.zeros(p.shape, dtype=torch.float64, device=p.device) for name, p in trained.items()}
     for start in range(0, len(chosen), pieces):
         seed_all(0, start)
         piece = chosen[start : start + pieces]
@@ -107,7 +108,7 @@ def _clipped_sum(stepper: PrivateStepper, rows: Rows, chosen: list[int], pieces:
         stepper.engine.backward(loss)
         for name, p in trained.items():
             if p.grad is not None:
-                totals[name] += p.grad.detach().double().cpu()
+                totals[name] += p.grad.detach().double().to(totals[name].device)
     stepper.optimizer.zero_grad(set_to_none=True)
     return totals
 

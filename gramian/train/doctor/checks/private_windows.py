@@ -19,8 +19,8 @@ def private_windows(run: ExaminedRun) -> list[Check]:
     Works on a private copy of the model: nothing is released, no sample is drawn and no key is stored.
     """
     assert run.config.privacy is not None
-    # The amount of noise does not matter here, and computing it takes time.
-    options = dataclasses.replace(run.config.privacy, noise_multiplier=1.0, target_epsilon=None)
+    # Amount and metric of the noise do not matter here, and computing them takes time.
+    options = dataclasses.replace(run.config.privacy, noise_multiplier=1.0, target_epsilon=None, metric="plain")
     data = dataclasses.replace(run.config.data, workers=0)
     config = dataclasses.replace(run.config, privacy=options, data=data, kfac=None)
     module = Objective(run.model())
