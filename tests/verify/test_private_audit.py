@@ -26,13 +26,14 @@ SEEDS = range(20 if FULL else 2)
 Patch = pytest.MonkeyPatch
 
 
-def run_of(seed: int, dropout: float = 0.0, **privacy: Any) -> AuditedRun:
+def run_of(seed: int, dropout: float = 0.0, kfac: dict[str, Any] | None = None, **privacy: Any) -> AuditedRun:
     config = small(
         run={"steps": 100, "seed": seed},
         model={"layers": 1, "width": 16, "tied": True, "dropout": dropout},
         data={"length": 8, "batch": 8},
         schedule={"warmup": 1},
         privacy={"noise_multiplier": 1.0, "accountant": "rdp", "proof": "off", "clipping": "bookkeeping", **privacy},
+        **({} if kfac is None else {"kfac": kfac}),
     )
     return open_run(config, ONE, None, None)
 
