@@ -48,6 +48,13 @@ def exact_float32() -> AbstractContextManager[None]:
     return _float32_products("highest")
 
 
+@contextmanager
+def exact_products(device: torch.device) -> Iterator[None]:
+    """A context in which products are in the operands' own dtypes, float32 in full, also inside of the user's autocast."""
+    with torch.autocast(device.type, enabled=False), exact_float32():
+        yield
+
+
 def tensor_float32() -> AbstractContextManager[None]:
     """A context in which float32 matrices are multiplied on tensor cores where there are any, operands rounded to TF32."""
     return _float32_products("high")

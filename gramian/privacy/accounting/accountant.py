@@ -149,7 +149,9 @@ class Accounting:
         """
         history = self.history if steps is None else _first(self.history, steps)
         if further and self.kind is not None:
-            history = (*history, _run(self.kind, further))
+            joins = bool(history) and _kind(history[-1]) == self.kind  # correlated noise pays for a run as a whole
+            earlier, begun = (history[:-1], history[-1][2]) if joins else (history, 0)
+            history = (*earlier, _run(self.kind, begun + further))
         return epsilon_of(self.mechanism, _merged((*history, *self.others)), check_delta("delta", delta))
 
     def catch_up(self, about: Any) -> None:

@@ -267,7 +267,7 @@ class GradientSums:
                 ready.update(blocks[name].coloured(drawn))
             rows = self._rows_of(name)
             whole = ready.pop(name)
-            return (whole if rows is None else whole[slice(*rows)]).to(total)
+            return (whole if rows is None else whole[slice(*rows)]).to(total.device)
 
         def finish(some: list[tuple[str, Tensor, Any]]) -> None:
             totals = []
@@ -288,7 +288,7 @@ class GradientSums:
                     if std > 0 and name not in blocks:
                         plain.append((target, total, self._place(noise, name, total)))
                     else:
-                        done.append((target, total if std == 0 else total + coloured(name, total)))
+                        done.append((target, total if std == 0 else wide(total) + coloured(name, total)))
                 if plain:
                     into, sums, places = zip(*plain, strict=True)
                     noise.add_noise_to(into, sums, places, noise_std, number, 1 / expected_batch)

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
+from gramian.linalg.wide import wide
 from gramian.privacy.clipping.clip_factors import SLACK, ClipFunction, ClippedBatch
 from gramian.privacy.clipping.clipping_plan import ClippingPlan
 from gramian.privacy.clipping.clipping_work import SumReceiver
@@ -332,7 +333,7 @@ class SingleSampleClipping:
         if finite and batch == 1:
             for name in self._trained:
                 if name in gradients:
-                    gradient = gradients.pop(name)
+                    gradient = wide(gradients.pop(name))  # half precision would round off the metric's small directions
                     factor = factors[self._clip.groups[name]] * self._factor
                     self._receiver.receive(name, gradient.mul_(factor.to(gradient.device)))
         self._receiver.settle()

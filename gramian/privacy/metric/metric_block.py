@@ -20,6 +20,7 @@ from gramian.core.dtypes import wide_dtype
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.block_specs import Spec
 from gramian.linalg import Factor
+from gramian.linalg.wide import exact_products
 from gramian.plan.norm_algorithm import samples_per_chunk
 from gramian.taps.gradients import Outer, PerSampleGradient, Summed
 from gramian.taps.gradients.outer import same_tensor
@@ -40,10 +41,12 @@ class MetricSide:
 
     def whitened(self, x: Tensor) -> Tensor:
         """P applied to the vectors on the last axis of `x`."""
-        if self._matrix is not None:
-            dtype = torch.promote_types(wide_dtype(x), self._matrix.dtype)
-            return x.to(dtype) @ self._matrix.to(dtype)
-        return self._power(x, -0.5)
+        if self._matrix is None:
+            return self._power(x, -0.5)
+        dtype = torch.promote_types(wide_dtype(x), self._matrix.dtype)
+        with exact_products(self.factor.device):
+            found: Tensor = x.to(dtype) @ self._matrix.to(dtype)
+        return found
 
     def coloured(self, x: Tensor) -> Tensor:
         """P⁻¹ applied to the vectors on the last axis of `x`."""
@@ -70,7 +73,8 @@ class MetricSide:
 
     def _power(self, x: Tensor, p: float) -> Tensor:
         flat_NK = x.reshape(-1, x.shape[-1]).mT.to(torch.promote_types(wide_dtype(x), self.factor.dtype))
-        return self.factor.power(flat_NK, p, self.damping, self.max_condition).mT.reshape(x.shape)
+        with exact_products(self.factor.device):
+            return self.factor.power(flat_NK, p, self.damping, self.max_condition).mT.reshape(x.shape)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gramian.core.errors import GramianError
 from gramian.curvature import KFACNaturalGradient
 from gramian.curvature.blocks.block import Block
-from gramian.linalg.wide import exact_float32
+from gramian.linalg.wide import exact_products
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.privacy.metric.metric_block import MetricBlock
 
@@ -94,7 +94,7 @@ class PublicMetric:
         if same:
             return
         self._kfac.state.checked_specs(self._root)
-        with torch.no_grad(), exact_float32():
+        with torch.no_grad(), exact_products(self._device):
             found = {name: MetricBlock.of(block) for name, block in now.items()}
             self.rounding = max((_rounding(name, block) for name, block in found.items()), default=0.0)
         self.blocks = {parameter: block for block in found.values() for parameter in block.spec.parameters}
@@ -103,10 +103,9 @@ class PublicMetric:
     def whitened(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """W g for the gradients {parameter: tensor} of one sample."""
         found = dict(gradients)
-        with exact_float32():
-            for block in {id(b): b for name in gradients if (b := self.blocks.get(name)) is not None}.values():
-                own = {name: gradients[name] for name in block.spec.parameters if name in gradients}
-                found |= block.whitened(own)
+        for block in {id(b): b for name in gradients if (b := self.blocks.get(name)) is not None}.values():
+            own = {name: gradients[name] for name in block.spec.parameters if name in gradients}
+            found |= block.whitened(own)
         return found
 
     def agree(self) -> None:
@@ -115,8 +114,7 @@ class PublicMetric:
         Raises:
             GramianError: if they differ.
         """
-        device = next(iter(self._trained.values())).device
-        if self._parallel.differing({"metric": self._digest}, device) is not None:
+        if self._parallel.differing({"metric": self._digest}, self._device) is not None:
             raise GramianError(
                 "metric: its factors differ between processes; expected captures on all of them together"
             )
@@ -126,6 +124,10 @@ class PublicMetric:
         if not self._draws:
             self._take()
         return self._digest
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._trained.values())).device
 
     def record(self) -> dict[str, Any]:
         """What the metric is and what it rests on, as JSON values."""
@@ -142,11 +144,11 @@ class PublicMetric:
 def _digest(blocks: Mapping[str, Block]) -> int:
     """31-bit hash of the damping of blocks and of their factors' products with fixed random vectors."""
     found, generator = hashlib.blake2b(digest_size=8), torch.Generator().manual_seed(0)
-    with torch.no_grad(), exact_float32():
-        for name, block in blocks.items():
-            found.update(repr((name, block.damping, block.spec.parameters)).encode())
-            for factor in block.factors.values():
-                probe = torch.randn(factor.dim, 1, generator=generator).to(factor.device, factor.dtype)
+    for name, block in blocks.items():
+        found.update(repr((name, block.damping, block.spec.parameters)).encode())
+        for factor in block.factors.values():
+            probe = torch.randn(factor.dim, 1, generator=generator).to(factor.device, factor.dtype)
+            with torch.no_grad(), exact_products(factor.device):
                 found.update(factor.matvec(probe).cpu().numpy().tobytes())
     return int.from_bytes(found.digest(), "big") >> 33
 

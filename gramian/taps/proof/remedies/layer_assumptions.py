@@ -119,13 +119,14 @@ class LayerAssumptions:
         """{layer: numbers of calls that return as many rows in a forward with one more sample, but not one; None: all}.
 
         `ones`: calls that return one row count as well, which otherwise stands for all samples. Two forwards;
-        {} if one of them fails, rows are grouped, or other processes gather weights in every run.
+        {} if one of them fails, or other processes gather weights in every run.
         """
         batch = self.samples.batch
-        if self.model.batch_size is not None or self.samples.units is not None or not self.model.lockstep.alone:
+        if self.model.batch_size is not None or not self.model.lockstep.alone:
             return {}
-        with undisturbed(self.model.root_module, self.samples.leaves):
-            runs = ProofRuns(self.model, self.execute, self.samples, 0)
+        samples = replace(self.samples, units=None)
+        with undisturbed(self.model.root_module, samples.leaves):
+            runs = ProofRuns(self.model, self.execute, samples, 0)
             here, there = runs.first_axes(range(batch)), runs.first_axes([*range(batch), 0])
         found: dict[str, frozenset[int] | None] = {}
         for name, sizes in here.items():
