@@ -13,7 +13,7 @@ from torch import Tensor
 from gramian.privacy.sampling.single_collation import tensors_of
 
 
-def reorders(collate: Callable[[Sequence[Any]], Any], records: Sequence[Any]) -> bool:
+def reorders(collate: Callable[[list[Any]], Any], records: Sequence[Any]) -> bool:
     """True if records collated backwards have the rows of those collated forwards, in an order that is not backwards.
 
     Not if some tensor's rows are in the right order, or change otherwise too, as by random masks: that shows nothing.
