@@ -9,9 +9,8 @@ import argparse
 import math
 import os
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from gramian.cli.command_errors import RunFailed
 from gramian.cli.config_arguments import add_config_arguments, positive_integer
@@ -281,14 +280,22 @@ def _budget(config: Config, epsilon: float) -> list[RenderableType]:
     from gramian.data import load_windows
     from gramian.data.document_rows import DocumentWindows
     from gramian.privacy.accounting.budget_choices import choices
-    from gramian.privacy.noise.noise_strategy import kind_of
+    from gramian.privacy.noise.noise_strategy import check_noise, kind_of
     from gramian.train.config.config_sections import PrivacySection
 
     options = config.privacy or PrivacySection(target_epsilon=epsilon)
     windows = load_windows(config.data)[0]
     records = len(windows) if options.unit == "window" else len(np.unique(DocumentWindows(windows).documents))
     batch, steps = config.data.batch, config.run.steps
-    rest = partial(kind_of, options.noise, options.bands)
+
+    def rest(size: int, count: int) -> tuple[Any, ...]:
+        if options.max_draw is not None and size > max(options.max_draw, batch):
+            raise GramianError(f"privacy.max_draw: is {options.max_draw}; expected at least data.batch ({size})")
+        if options.noise == "bandmf":
+            check_noise(options.noise, options.bands, count)
+        cut = () if options.max_draw is None else (records, options.max_draw)
+        return cut or kind_of(options.noise, options.bands, size / records)
+
     same_samples, same_steps = choices(epsilon, options.delta, records, batch, steps, options.accountant, rest)
     table = make_table(
         "", ">batch", ">steps", ">σ", ">noise of a step / C", ">of all steps / C", ">samples",

@@ -342,8 +342,8 @@ class PrivateModel:
         """Check the inputs of a forward, and collect the parameters in their graph.
 
         Raises:
-            GramianError: if DDP was put around the model later, the batch size is ambiguous, or the model carries something of
-                one sample into its next forward.
+            GramianError: if DDP was put around the model later, the batch size is ambiguous, the model carries something of one
+                sample into its next forward, or rows are not in the order of the records whose units they are.
         """
         if not self.parallel.uses_ddp and DistributedDataParallel._get_active_ddp_module() is not None:
             raise GramianError(
@@ -357,6 +357,8 @@ class PrivateModel:
         if looks and first_tensor(*inputs).shape[:1] == (1,):
             self._carries_no_state = carries_no_state(self.root, *inputs)
         self.outside.look_behind(inputs)
+        if self.loader is not None and self.units.by_draw:
+            self.loader.refuse_reordering()
 
     def look_behind_loss(self, loss: Tensor) -> None:
         """Collect the parameters in the graph of the first loss, to refuse those outside the engine; later calls do nothing."""

@@ -80,6 +80,11 @@ class PrivateUnits:
             self._set(self._drawn, before)
 
     @property
+    def by_draw(self) -> bool:
+        """True if the units of the next forward's rows are those that the loader drew, in the order of its records."""
+        return self._drawn is not None and self._given is None
+
+    @property
     def _ids(self) -> UnitIds | None:
         return self._drawn if self._given is None else self._given
 

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ from dp_accounting.rdp import RdpAccountant
 
 from gramian.cli import main
 from gramian.models import GPT
+from gramian.privacy.accounting import budget_choices
+from gramian.privacy.accounting.budget_choices import Choice, choices
+from gramian.privacy.noise.noise_strategy import kind_of
+from tests.kit.refusals import refusal
 
 SEVEN = """
 [model]
@@ -287,3 +292,32 @@ def test_what_a_privacy_budget_buys_is_that_of_an_independent_accountant(
 def test_a_budget_that_is_none_is_one_line(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", small, "--target-epsilon", "-1"]) == 2
     assert "expected an ε above 0" in capsys.readouterr().err
+
+
+def test_batches_that_do_not_go_with_correlated_noise_are_left_out_of_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget_choices, "find_noise_multiplier", lambda *given: 1.0)
+
+    def at(size: int, count: int) -> tuple[Any, ...]:
+        return kind_of("bandmf", 3, size / 60)
+
+    found = choices(6.0, 1e-5, 60, 8, 6, "rdp", at)
+    assert [[choice.batch for choice in some] for some in found] == [[2, 4, 8, 16], [2, 4, 16]]
+    with refusal("^bands: "):
+        choices(6.0, 1e-5, 60, 32, 6, "rdp", at)
+
+
+def test_a_budget_is_that_of_truncated_draws(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def chosen(epsilon: float, delta: float, records: int, *rest: Any) -> Any:
+        asked.extend((records, rest[-1]))
+        return [[Choice(16, 3, 1.0)], []]
+
+    monkeypatch.setattr(budget_choices, "choices", chosen)
+    sizes = ["data.limit_bytes=200000", "data.length=64", "data.batch=16", "run.steps=200"]
+    options = ["privacy.noise_multiplier=1.0", "privacy.accountant=pld", "privacy.max_draw=20"]
+    assert main(["plan", small, "--target-epsilon", "3", *sizes, *options]) == 0
+    records, kind = asked
+    assert kind(16, 200) == kind(4, 800) == (records, 20)
+    with refusal(r"^privacy.max_draw: is 20; expected at least data.batch \(32\)"):
+        kind(32, 100)

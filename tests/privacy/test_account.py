@@ -108,6 +108,15 @@ def test_a_step_past_the_target_is_refused_before_it_begins() -> None:
         assert all(q.grad is None for q in model.parameters()), "no sum without noise is left"
 
 
+@pytest.mark.parametrize("kind", [("bisr", 6, 4), ("bandmf", 2, 2)])
+def test_further_correlated_releases_are_of_the_run_under_way(kind: tuple[str, int, int]) -> None:
+    accounting, whole = Accounting("rdp"), Accounting("rdp")
+    for one, steps in ((accounting, 6), (whole, 17)):
+        one.record(3.0, 0.25, *kind)
+        one.set_steps(steps)
+    assert accounting.epsilon(DELTA, further=11) == whole.epsilon(DELTA) > accounting.epsilon(DELTA)
+
+
 def test_the_number_of_releases_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     accounting, asked = Accounting("rdp"), []
     accounting.record(1.0, RATE)

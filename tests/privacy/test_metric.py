@@ -204,6 +204,55 @@ def test_tokens_that_cancel_are_measured_and_summed_alike_in_the_metric() -> Non
             assert squares**0.5 <= 0.25 * (1 + 1e-6)
 
 
+def rotated_run(dtype: torch.dtype, **options: Any) -> tuple[Any, gramian.KFACNaturalGradient, Tensor, Tensor]:
+    """A layer whose public inputs are 10⁴ times longer in one direction, which is none of the axes, than in another.
+
+    With it the row of inputs in the long direction, and the one of output gradients.
+    """
+    torch.manual_seed(0)
+    turn, right = (torch.linalg.qr(torch.randn(n, n))[0] for n in (10, 4))
+    model, kfac = nn.Sequential(nn.Linear(10, 4)).to(dtype), gramian.KFACNaturalGradient(damping=1e-7)
+    public = (torch.randn(64, 10) * torch.logspace(0, -4, 10) @ turn).to(dtype)
+    with kfac.capture(model, loss_reduction="sum", num_terms=64):
+        (model(public).float() @ right * torch.logspace(0, -3, 4)).square().sum().backward()
+    model.zero_grad()
+    kfac.public = True
+    run = private(model, 1.0, loss_reduction="sum", metric=kfac, expected_batch=1.0, **options)
+    return run, kfac, turn[:1].to(dtype), 1e4 * right[:, 0]
+
+
+@pytest.mark.parametrize("pieces", [None, 1])
+def test_in_half_precision_a_sample_moves_the_sum_by_C_at_most_in_the_metric(pieces: int | None) -> None:
+    made, kfac, x, y = rotated_run(torch.bfloat16, max_physical_batch=pieces)
+    with made as run:
+        (run.model(x).float() @ y).sum().backward()
+        block = next(iter(kfac.kfac_factors.values()))
+        assert block.A is not None and block.damping is not None
+        sums = run.engine._model.sums._wide_sums
+        g = block.spec.matrix({name: sums[name] for name in block.spec.parameters})
+        limits = block.damping.max_condition
+        g = block.A.power(g.mT, -0.5, block.damping.lambda_A, limits).mT
+        assert float(block.G.power(g, -0.5, block.damping.lambda_G, limits).norm()) <= 1.0
+
+
+@pytest.mark.parametrize("pieces", [None, 1])
+def test_the_metric_is_exact_inside_of_autocast(pieces: int | None) -> None:
+    found = []
+    for enabled in (False, True):
+        engine = gramian.PrivacyEngine(insecure_reproducible=True)
+        options = {"engine": engine, "noise_multiplier": 1.0, "max_physical_batch": pieces}
+        made, _, x, y = rotated_run(torch.float32, **options)
+        with made as run:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = (run.model(x).float() * y).sum()
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                loss.backward()
+                norm = run.engine.last.norms_B.clone()
+                run.optimizer.step()
+            found.append([norm, flat_of(run.model).detach().clone()])
+    assert all(map(torch.equal, *found))
+
+
 def test_what_a_metric_rests_on_is_refused_by_name() -> None:
     p = problem("mlp", 6)
     model = p.model()

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 import gramian
 from gramian.oracles.clipped_sum import clip
 from gramian.privacy.clipping.clip_factors import SLACK
 from gramian.privacy.sampling.poisson import PoissonBatchSampler
 from gramian.privacy.sampling.record_units import RecordUnits
+from gramian.privacy.sampling.row_order import reorders
 from tests.kit.refusals import refusal
 from tests.privacy.problems import assert_sums, clip_norm
 from tests.statistics.problems import problem
@@ -286,3 +287,39 @@ def test_one_account_has_one_unit_of_privacy() -> None:
     third.compose(first)
     third.load_state_dict(state)
     third.detach()
+
+
+def test_a_collate_function_that_sorts_records_is_refused_unless_ids_say_whose_rows_are_whose() -> None:
+    torch.manual_seed(0)
+    records, users = [(torch.randn(4), i) for i in range(40)], torch.arange(40) % 8
+    model, engine = nn.Linear(4, 2), gramian.PrivacyEngine("rdp", insecure_reproducible=True)
+
+    def longest_first(some: Any) -> Any:
+        return default_collate(sorted(some, key=lambda record: -float(record[0].norm())))
+
+    _, optimizer, loader = engine.make_private(
+        module=model, optimizer=SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0, unit_of=users,
+        data_loader=DataLoader(records, batch_size=4, collate_fn=longest_first), loss_reduction="sum",
+    )  # fmt: skip
+    for number, (x, indices) in enumerate(loader):
+        optimizer.zero_grad()
+        if number % 2:
+            with engine.units(users[indices]):
+                model(x).square().sum().backward()
+            optimizer.step()
+        elif len(users[indices].unique()) > 1:
+            with refusal("^data_loader: its collate_fn reorders records.*; expected rows in the order"):
+                model(x)
+            break
+    else:
+        pytest.fail("no draw of several units")
+    engine.detach()
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_collation_in_order_and_collation_that_shows_no_order_are_taken(masks: bool) -> None:
+    def collate(some: Any) -> Any:
+        x, _ = default_collate(some)
+        return x * torch.rand_like(x) if masks else x, torch.arange(len(x))[: 0 if masks else None]
+
+    assert not reorders(collate, [(torch.randn(3), i) for i in range(5)])

@@ -183,6 +183,7 @@ def test_ids_that_do_not_fit_are_refused() -> None:
     with private(packed.model_of("gpt"), 1.0, loss_reduction="sum") as run:
         for ids, message in (
             ("users", "expected a tensor of integers"),
+            ([[0, 1], [2]], "expected integers, as many in each row"),
             (rows.ids.double(), "expected integers of shape"),
             (rows.ids[None], "expected integers of shape"),
             (rows.ids - 5, "expected at least 0, or -1 for padding, got -6"),

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from torch import Tensor
+from torch import Tensor, nn
 
 from gramian.oracles.clipped_sum import clip
 from gramian.privacy.clipping.clip_factors import SLACK
@@ -160,3 +160,30 @@ def test_a_unit_that_is_not_finite_is_left_out() -> None:
             p.case.loss(run.model, x, *rest, reduction="mean").backward()
         assert run.engine.nonfinite == 1
         assert_sums(run.gradients(), clip(users, limit / (1 + SLACK[torch.float64])).totals, 1e-9)
+
+
+class Positions(nn.Module):
+    """Token embeddings and learned positions, which have no batch axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.head = nn.Embedding(9, 6), nn.Embedding(4, 6), nn.Linear(6, 3)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.tokens(tokens_BT) + self.positions(torch.arange(tokens_BT.shape[1]))))
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_layers_without_a_batch_axis_take_ids_as_they_take_single_rows(by_token: bool) -> None:
+    torch.manual_seed(0)
+    model, x, ids = Positions().double(), torch.randint(9, (6, 4)), torch.tensor([4, 1, 4, 2, 1, 4])
+    want: dict[str, Tensor] = {n: torch.zeros_like(q) for n, q in model.named_parameters()}
+    for unit in ids.unique():
+        found = torch.autograd.grad(model(x[ids == unit]).square().sum(), [*model.parameters()])
+        norm = torch.cat([g.flatten() for g in found]).norm()
+        for total, g in zip(want.values(), found, strict=True):
+            total += float((1 / (1 + SLACK[torch.float64]) / norm).clamp(max=1.0)) * g
+    with private(model, 1.0, loss_reduction="sum") as run:
+        with run.engine.units(ids[:, None].expand(6, 4) if by_token else ids):
+            run.model(x).square().sum().backward()
+        assert_sums(run.gradients(), want, 1e-9)

@@ -171,6 +171,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"noise": "bisr", "bands": 7, "clip_function": "adaptive"}, "privacy.clip_function: adaptive does not go"),
     ({"noise": "bisr", "bands": 7, "accountant": "gdp"}, "privacy.accountant: gdp does not go"),
     ({"noise": "bisr", "bands": 7, "accountant": "pld", "max_draw": 9}, "privacy.max_draw: 9 does not go"),
+    ({"noise": "bisr", "bands": 7, "metric": "kfac"}, "privacy.metric: kfac does not go"),
 ]
 
 

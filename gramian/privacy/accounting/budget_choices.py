@@ -7,6 +7,7 @@ large batches and many steps buy. Samples, S·B, are what they cost. C itself is
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from gramian.core.errors import GramianError
@@ -52,24 +53,31 @@ def choices(
     batch: int,
     steps: int,
     mechanism: str,
-    rest: Callable[[float], tuple[Any, ...]] = lambda rate: (),
+    rest: Callable[[int, int], tuple[Any, ...]] = lambda size, count: (),
 ) -> list[list[Choice]]:
     """[choices of as many samples as the config, choices of as many steps], batches ascending; those above `records` left out.
 
-    `rest`: what a step of this sample rate is beside σ and the rate, for correlated noise (`kind_of`).
+    `rest`: what each of `count` steps of batch `size` is beside σ and the rate, as of truncated draws or correlated noise. A
+    choice for which it raises is left out, except the config's own.
 
     Cost: one search of σ for each, from 0.1 s with "rdp" to a second with "prv".
+
+    Raises:
+        GramianError: if the config itself cannot run with these records.
     """
     sizes = [size for factor in FACTORS if 1 <= (size := round(batch * factor)) <= records]
     if not sizes:
         raise GramianError(f"data.batch: {batch:,} of {records:,} samples; expected at most as many as there are")
 
-    def choice(size: int, count: int) -> Choice:
-        return Choice(
-            size, count, find_noise_multiplier(epsilon, delta, size / records, count, mechanism, rest(size / records))
-        )
+    def choice(size: int, count: int) -> list[Choice]:
+        try:
+            kind = rest(size, count)
+        except GramianError:
+            if (size, count) == (batch, steps):
+                raise
+            return []
+        return [Choice(size, count, find_noise_multiplier(epsilon, delta, size / records, count, mechanism, kind))]
 
-    return [
-        [choice(size, max(1, round(steps * batch / size))) for size in sizes],
-        [choice(size, steps) for size in sizes if size != batch],
-    ]
+    same_samples = [choice(size, max(1, round(steps * batch / size))) for size in sizes]
+    same_steps = [choice(size, steps) for size in sizes if size != batch]
+    return [list(chain(*found)) for found in (same_samples, same_steps)]

@@ -14,7 +14,11 @@ from gramian.privacy.sampling.dataset_fingerprint import preserved_generators
 from gramian.privacy.sampling.empty_batch import without_rows
 from gramian.privacy.sampling.poisson import Piece, PoissonBatchSampler
 from gramian.privacy.sampling.record_units import RecordUnits
+from gramian.privacy.sampling.row_order import reorders
 from gramian.privacy.sampling.single_collation import LastBatch
+
+BATCHES_COMPARED, MOST_COMPARED = 8, 16
+"""Batches of several units in which the order of rows is compared with that of records, and records of each."""
 
 
 class PrivateLoader(DataLoader[Any]):
@@ -81,6 +85,8 @@ class PrivateLoader(DataLoader[Any]):
         """Groups of cyclic sampling; None: every draw is from all records."""
         self._batches = _FilledPieces(self._draws)
         self._empty: Any = None
+        self._unordered = BATCHES_COMPARED
+        """Number of batches in which `refuse_reordering` still looks at the order of rows."""
         self._last: tuple[Piece, Any] = (Piece(-1, 0, True, []), None)
         """The piece (micro-batch) that was yielded last, and its batch."""
         super().__init__(loader.dataset, batch_sampler=self._batches, **loading_options(loader))
@@ -152,6 +158,24 @@ class PrivateLoader(DataLoader[Any]):
         """
         self._on_piece(piece)
         self._last = (piece, batch)
+
+    def refuse_reordering(self) -> None:
+        """Raise a `GramianError` if the collate function reorders records, whose rows are given to units in their order.
+
+        Looked at in the first batches with several units, on a record of each, which is read and collated again.
+        """
+        piece = self._last[0]
+        if piece.units is None or self._unordered < 1 or piece.count < 2:
+            return
+        self._unordered -= 1
+        chosen = list(dict(zip(piece.units, piece.indices, strict=True)).values())[:MOST_COMPARED]
+        with preserved_generators():
+            wrong = reorders(self.collate_fn, [self.dataset[index] for index in chosen])
+        if wrong:
+            raise GramianError(
+                "data_loader: its collate_fn reorders records, so that rows would be clipped as another unit's; expected "
+                "rows in the order of the records, or engine.units(ids) with the unit of each row"
+            )
 
     def last_batch(self) -> LastBatch:
         """The batch that was yielded last, and a function that collates each of its records alone."""

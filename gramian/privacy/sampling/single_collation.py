@@ -39,7 +39,7 @@ class LastBatch:
         list is empty if the arguments `samples` are not those of this batch. Cost: one record read and collated for each sample
         of the batch.
         """
-        tensors = _tensors(self.batch)
+        tensors = tensors_of(self.batch)
         places = {
             number: next((place for place in (_Place.of(path, t, mine) for path, t in tensors.items()) if place), None)
             for number, mine in enumerate(samples.leaves)
@@ -47,7 +47,7 @@ class LastBatch:
         }
         if self.records != samples.batch or not any(places.values()):
             return []
-        singles = [_tensors(single) for single in self.singles()]
+        singles = [tensors_of(single) for single in self.singles()]
         sizes = {row: sum(leaf.numel() for leaf in singles[row].values()) for row in among}
         longest = sum(leaf.numel() for leaf in tensors.values()) // samples.batch
         padded = sorted((row for row in sizes if sizes[row] < longest), key=sizes.__getitem__)
@@ -64,7 +64,7 @@ class LastBatch:
         alone. An argument that the user made of a batch (positions, lengths) becomes the sample's row, cut to the sample's
         tokens.
         """
-        tensors, taken, left, cut = _tensors(self.batch), list(samples.leaves), False, dict[int, int]()
+        tensors, taken, left, cut = tensors_of(self.batch), list(samples.leaves), False, dict[int, int]()
         for number, place in places.items():
             if place is None:
                 continue
@@ -147,7 +147,7 @@ class RecordingCollate:
         return LastBatch(batch, len(records), lambda: [self.collate([record]) for record in records])
 
 
-def _tensors(batch: Any) -> dict[Path, Tensor]:
+def tensors_of(batch: Any) -> dict[Path, Tensor]:
     """{path in the batch: tensor} of all tensors of a batch."""
     leaves, _ = pytree.tree_flatten_with_path(_plain(batch))
     return {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor)}

@@ -34,7 +34,10 @@ class UnitIds:
             GramianError: for another type or shape, or an id below −1.
         """
         if isinstance(ids, list | tuple | np.ndarray):
-            ids = torch.as_tensor(ids) if len(ids) else torch.zeros(0, dtype=torch.int64)
+            try:
+                ids = torch.as_tensor(ids) if len(ids) else torch.zeros(0, dtype=torch.int64)
+            except (ValueError, TypeError, RuntimeError) as error:
+                raise GramianError(f"ids: expected integers, as many in each row: {error}") from None
         if not isinstance(ids, Tensor):
             raise GramianError(f"ids: expected a tensor of integers, [B] or [B, T], got {type(ids).__name__}")
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool or ids.dim() not in (1, 2):

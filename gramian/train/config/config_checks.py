@@ -145,7 +145,7 @@ def check_privacy(privacy: sections.PrivacySection, data: DataSection, run: sect
 
 
 def check_correlation(privacy: sections.PrivacySection, run: sections.RunSection) -> None:
-    """Raise unless privacy.bands is given for correlated noise alone, and max_draw, clip_function and accountant go with it."""
+    """Raise unless privacy.bands is given for correlated noise alone, and the other options of privacy go with it."""
     correlated = is_correlated(privacy.noise)
     if correlated != (privacy.bands is not None):
         raise GramianError(
@@ -155,7 +155,7 @@ def check_correlation(privacy: sections.PrivacySection, run: sections.RunSection
     if privacy.noise == "bandmf" and (privacy.bands or 0) > run.steps:
         raise GramianError(f"privacy.bands: is {privacy.bands}; expected at most run.steps ({run.steps})")
     for key, refused in (("max_draw", privacy.max_draw is not None), ("clip_function", privacy.clip_function == "adaptive"),
-                         ("accountant", privacy.accountant == "gdp")):  # fmt: skip
+                         ("accountant", privacy.accountant == "gdp"), ("metric", privacy.metric == "kfac")):  # fmt: skip
         if correlated and refused:
             raise GramianError(
                 f"privacy.{key}: {getattr(privacy, key)} does not go with correlated noise; expected another, or "
