@@ -1,6 +1,7 @@
 """One call of a tapped layer: its own forward, on detached weights if a rule withholds weight gradients, then the observer."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,7 @@ def run_layer(
         GramianError: if the layer cannot be tapped in this call; in a proof's run it may be raised when the run is over.
     """
     grown = False
-    if not torch.compiler.is_compiling() and model.batch_free:
+    if not torch.compiler.is_compiling() and (model.batch_free or in_backward()):
         assert tap.site is not None
         with tap.named_errors():
             args, kwargs, grown = unwrapped(args, kwargs, any_axes=tap.site.kind in ("linear", "norm"))
@@ -83,7 +84,11 @@ def run_layer(
     if not torch.compiler.is_compiling():
         model.watch(tap)
         if model.rule.withholds and not in_backward() and model.proof_run is None:
-            model.rule.foresee(tap, *_arranged(tap, saved, output, layouts, model.batch))
+            seen = None
+            with suppress(GramianError):  # layouts that do not fit this call, which is then proven and run again
+                seen = _arranged(tap, saved, output, layouts, model.batch)
+            if seen is not None:
+                model.rule.foresee(tap, *seen)
     seen = observe(model, tap, output, saved, extra)
     return with_rows(seen) if free or grown else seen
 

@@ -106,6 +106,8 @@ class Pass:
     """{layer: number of its last call in this forward, from 0}."""
     layouts: dict[str, tuple[CallLayouts, ...]] = field(default_factory=dict)
     """{layer: where the samples lie in each of its calls} of layers that have them elsewhere than on axis 0."""
+    batch_free: dict[str, frozenset[int] | None] = field(default_factory=dict)
+    """{layer: its calls without a batch axis (None: all)}."""
     leaves: list[tuple[str, Tensor]] = field(default_factory=list)
     """(parameter, the detached weight that its layer ran on) of layers without a gradient formula, if the rule withholds
     weight gradients; autograd's gradient of the weight is compared with `explained`."""
@@ -195,19 +197,19 @@ class PassBook:
             )
         return batches.pop()
 
-    def layouts_of_second_run(self, layer: str) -> dict[str, tuple[CallLayouts, ...]]:
-        """`Pass.layouts` of the forward that a checkpoint recomputes in the backward; errors name `layer`, which it runs.
+    def second_run(self, layer: str) -> Pass | None:
+        """A forward that assumes of layers what the one does that a checkpoint recomputes; errors name `layer`, which it runs.
 
         Raises:
             GramianError: if forwards with different ones are open and the backward has reached none of them yet.
         """
         found = [self.reached] if self.reached else [p for p in self._passes.values() if not p.closed]
-        if any(p.layouts != found[0].layouts for p in found):
+        if any((p.layouts, p.batch_free) != (found[0].layouts, found[0].batch_free) for p in found):
             raise GramianError(
-                f"{layer}: has its samples on another axis in some of the open forwards, and a checkpoint runs it again; "
+                f"{layer}: has its samples on another axis, or none, in some open forwards, and a checkpoint runs it again; "
                 "expected each backward before the next forward"
             )
-        return found[0].layouts if found else {}
+        return found[0] if found else None
 
     def get(self, number: int) -> Pass:
         """The open pass of this number.

@@ -61,6 +61,8 @@ class ProofRun:
     """A tap's error, raised after the run instead of at once, because other processes gather weights in the same run."""
 
 
+BatchFreeCalls = dict[str, frozenset[int] | None]
+"""{layer: numbers of its calls that return no batch axis; None: all}."""
 Layouts = dict[str, tuple[CallLayouts, ...]]
 """{layer: where the samples lie in each of its calls}, of layers that have them elsewhere than on axis 0."""
 
@@ -151,7 +153,7 @@ class TappedModel:
         """Calls of layers that occurred in a row proof, so that they are covered by it."""
         self.shared: set[str] = set()
         """Layers that process one row for all samples, as a row proof has shown: their output is expanded to B rows."""
-        self.batch_free: dict[str, frozenset[int] | None] = {}
+        self.batch_free: BatchFreeCalls = {}
         """{layer: numbers of its calls that return no batch axis, as a forward with one more sample has shown; None: all}."""
         self.layouts: Layouts = {}
         """Where the samples lie in each call of the layers that have them elsewhere than on axis 0, for inputs of the structure
@@ -260,7 +262,8 @@ class TappedModel:
         new = not self.audited.issuperset(self.parameters if needed is None else needed)
         length = first.shape[1] if first.dim() > 1 else None
         number = self.passes.open(first.shape[0], length, new, 0 if torch.compiler.is_compiling() else first.data_ptr())
-        self.passes.get(number).layouts = self.layouts
+        pass_ = self.passes.get(number)
+        pass_.layouts, pass_.batch_free = self.layouts, self.batch_free
         return number
 
     # ---- runs of a proof -------------------------------------------------------------------------------------------
@@ -309,10 +312,12 @@ class TappedModel:
         Calls in a checkpoint's second run have no number. If only some calls of the layer return no batch axis, this is one of
         them unless it returns B rows.
         """
-        calls = self.batch_free.get(tap.name, frozenset())
+        again = in_backward()
+        pass_ = self.passes.second_run(tap.name) if again else None
+        calls = (self.batch_free if pass_ is None else pass_.batch_free).get(tap.name, frozenset())
         if calls is None:
             return True
-        if in_backward():
+        if again:
             return bool(calls) and output.shape[:1] != (self.passes.batch_of_second_run(tap.name),)
         current = self.passes.current
         return current is not None and current.ordinals.get(tap.name, -1) + 1 in calls
@@ -323,7 +328,8 @@ class TappedModel:
         In a checkpoint's second run calls have no number: then of the first call.
         """
         again = in_backward()
-        calls = (self.passes.layouts_of_second_run(tap.name) if again else self.layouts).get(tap.name)
+        pass_ = self.passes.second_run(tap.name) if again else None
+        calls = (self.layouts if pass_ is None else pass_.layouts).get(tap.name)
         if calls is None:
             return None
         current = None if again else self.passes.current

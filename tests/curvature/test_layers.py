@@ -1,5 +1,6 @@
 """Every trainable parameter of every model has a declared approximation, and it is the one that is declared."""
 
+from copy import deepcopy
 from functools import lru_cache, partial
 
 import pytest
@@ -313,3 +314,54 @@ def test_batch_norm_in_training_mode_is_covered() -> None:
     assert found.compute_natural_gradient(model).keys() == gradients(model).keys()
     for (n, mine), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
         assert torch.equal(mine, theirs), n
+
+
+class TimeFirst(nn.Module):
+    """A norm, a bias and a layer on [T, B, D]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inp, self.norm, self.bias = nn.Linear(4, 4), nn.LayerNorm(4), nn.Parameter(torch.ones(4))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.inp(x).tanh().transpose(0, 1)).transpose(0, 1) + self.bias
+
+
+class UsesChild(TimeFirst):
+    """Its layer on [T, B, D] uses a child's weight past the child, so that it is tapped as one."""
+
+    class Mixer(nn.Module):
+        def __init__(self, norm: nn.Module) -> None:
+            super().__init__()
+            self.norm, self.child = norm, nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(F.linear(x, self.child.weight) + x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = self.Mixer(self.norm)
+        self.double()
+
+
+@pytest.mark.parametrize("kind", [TimeFirst, UsesChild])
+@pytest.mark.parametrize("shape", [(4, 4), (2, 4), (3, 5)], ids=str)
+def test_blocks_over_samples_find_them_on_axis_one(kind: type[TimeFirst], shape: tuple[int, int]) -> None:
+    """Where shapes fit both axes, as where they do not: the block of a norm is the sum of its samples' squares."""
+    model, x = kind(), torch.randn(*shape, 4, dtype=torch.float64)
+    single: dict[str, list[Tensor | None]] = {
+        name: [] for name, p in model.named_parameters() if "norm" in name and p.dim() == 1
+    }
+    for one in x:
+        alone = deepcopy(model)
+        torch.sin(alone(one[None])).cumsum(1).sum().backward()
+        for name, found in single.items():
+            found.append(alone.get_parameter(name).grad)
+    kfac = gramian.KFACNaturalGradient(max_tokens=None, kfac_use_woodbury=False)
+    with kfac.capture(model, num_terms=len(x), loss_reduction="sum"):
+        torch.sin(model(x)).cumsum(1).sum().backward()
+    for name, found in single.items():
+        g = torch.stack([one for one in found if one is not None])
+        torch.testing.assert_close(kfac.kfac_factors[name].G.to_dense(), g.T @ g / len(x))

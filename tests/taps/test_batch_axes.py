@@ -414,6 +414,6 @@ def test_a_bug_turns_the_oracle_red(name: str) -> None:
 
 def test_axes_of_another_structure_are_never_used() -> None:
     """What would be wrong without a sound: both structures have the same shapes and calls."""
-    bug = Edit("RowProof.guard", "model.layouts = self.layouts.get(key, {}) if tells_apart else {}", "pass")
+    bug = Edit("RowProof._assume", "self.model.layouts = self.layouts.get(key, {})", "pass")
     with bug.applied(), pytest.raises(RED):
         test_every_structure_of_inputs_has_axes_of_its_own()

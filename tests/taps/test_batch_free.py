@@ -1,6 +1,7 @@
 """Layers without a batch axis: biases of relative positions, positions, what is computed from them, and where they meet it."""
 
 from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 import torch
@@ -196,6 +197,36 @@ def test_copies_do_not_leave_the_forward(how: str) -> None:
     with refusal("places"), gramian.per_sample_norms(model):
         model(batch(3, 5))
     assert type(model.cache[0] if model.cache else batch(1, 1)) is Tensor
+
+
+class Turns(Positions):
+    """One layer, of positions [T, D] or of a mean over each sample's tokens [B, D], as a flag says."""
+
+    of_positions = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.linspace(-1, 1, x.shape[1] * D).view(-1, D).to(x)
+        y = self.out(places) if self.of_positions else self.out(x.mean(1))[:, None]
+        return self.qk(x * torch.sigmoid(y))
+
+
+def test_calls_without_a_batch_axis_belong_to_a_structure() -> None:
+    """Also in statistics that are sums, and where tokens are as many as samples."""
+    model = Turns(added)
+    for shape, flag in (((3, 5), True), ((3, 5), False), ((3, 5), True), ((4, 4), False), ((4, 4), True)):
+        model.of_positions = flag
+        assert_norms_of(model, batch(*shape))
+        kfac = gramian.KFACNaturalGradient(max_tokens=None, kfac_use_woodbury=False)
+        with kfac.capture(model, num_terms=1, loss_reduction="sum"):
+            wave(model, batch(*shape), reduction="sum").backward()
+        single = []
+        for one in batch(*shape):
+            untouched = deepcopy(model)
+            wave(untouched, one[None], reduction="sum").backward()
+            single.append(untouched.out.bias.grad)
+        if not flag:
+            G = torch.stack(single).T @ torch.stack(single)
+            torch.testing.assert_close(kfac.kfac_factors["out"].G.to_dense(), G)
 
 
 BUGS = {

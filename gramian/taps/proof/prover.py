@@ -178,11 +178,16 @@ class Prover:
             for value in (0, 1)
         ]
 
-    def watched(self, axes: SampleAxes) -> None:
-        """Let `axes` look at runs without taps: one of the batch, then one for each set of samples to replace."""
+    def watched(self, axes: SampleAxes, brief: bool = False) -> None:
+        """Let `axes` look at runs without taps: one of the batch, then one for each set of samples to replace.
+
+        `brief`: until no layer can have its samples elsewhere than on axis 0.
+        """
         self.runs.on(self._samples.take(self.runs.everyone), lambda outputs: None)
         axes.begin()
         for replaced in self.separating_sets() if not self.open else ():
+            if brief and axes.settled:
+                return
             stayed = [i for i in self.runs.everyone if i not in replaced]
             self.runs.on(self._samples.take(self._replaced(replaced)), lambda outputs: None)
             axes.compare(stayed)

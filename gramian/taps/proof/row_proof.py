@@ -30,7 +30,7 @@ from gramian.taps.proof.row_recorder import Recorder
 from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.proof.single_unit import SampleAlone
 from gramian.taps.tap import LayerRefused
-from gramian.taps.tapped_model import Call, Layouts, TappedModel, refuse_unseen
+from gramian.taps.tapped_model import BatchFreeCalls, Call, Layouts, TappedModel, refuse_unseen
 
 Forward = Callable[[Any, Any], Any]
 """Function that runs one forward of the root on (args, kwargs), with or without taps."""
@@ -57,6 +57,8 @@ class RowProof:
     """{structure of a batch (see `batch_structure`): result of its proof}."""
     layouts: dict[Any, Layouts] = field(default_factory=dict)
     """{structure of a batch: where the samples lie in layers that have them elsewhere than on axis 0}, as proven."""
+    free: dict[Any, BatchFreeCalls] = field(default_factory=dict)
+    """{structure of a batch: calls of layers that return no batch axis}, as proven."""
     open_batches: int = 0
     """Number of batches whose samples were all equal, on which nothing could be shown."""
     lone: CollateAlone = no_loader
@@ -105,30 +107,31 @@ class RowProof:
         if not proven_before:
             model.on_batch((args, kwargs))
         key, samples = self._key(args, kwargs, batch)
-        tells_apart = model.tells_samples_apart
-        execute = partial(_execute, forward)
-        model.layouts = self.layouts.get(key, {}) if tells_apart else {}
+        tells_apart, execute = model.tells_samples_apart, partial(_execute, forward)
+        self._assume(key, tells_apart)
         if tells_apart and not proven_before:
             if self._lacks(key, samples):
                 self._prove(key, samples, execute)
             elif model.proof_is_due():
                 self.repeat(key, samples, execute)
         elif not tells_apart and not proven_before and key not in self._summed:
+            self._find_axes(key, samples[0], execute)
             uses = self._on(samples[0], execute).calls()
             shown = uses.past_a_tap or 0 in uses.rows
-            known = self.model.batch_free
-            if not uses.rows <= {0, 1}:
-                self.model.batch_free = known | self._on(samples[0], execute).layers.batch_free()
+            known = model.batch_free
+            if not uses.rows <= {0, 1} or samples[0].alike:
+                model.batch_free = known | self._on(samples[0], execute).layers.batch_free()
             try:
-                if shown or self.model.batch_free:
+                if shown or model.batch_free:
                     self._prove(key, samples, execute, sums_only=True)
             except GramianError:
-                if self.model.batch_free == known:
+                if model.batch_free == known:
                     raise
-                self.model.batch_free = known
+                model.batch_free = known
                 if shown:
                     self._prove(key, samples, execute, sums_only=True)
             self._summed.add(key)
+            self.free[key] = model.batch_free
         self._generators = self._generators or Generators(root)
         states = self._generators.states()
         beginning = InitialState(root) if self._stateful else None
@@ -160,6 +163,17 @@ class RowProof:
         """What a forward assumes of layers: calls without a batch axis, layers tapped as one, where samples lie."""
         return self.model.batch_free, whole_classes(self.model.root_module), self.model.layouts
 
+    def _assume(self, key: Any, tells_apart: bool) -> None:
+        """Assume of layers what was proven for this structure; for a new one what the last one had, or nothing for sums."""
+        self.model.layouts = self.layouts.get(key, {})
+        self.model.batch_free = self.free.get(key, self.model.batch_free if tells_apart else {})
+
+    def _find_axes(self, key: Any, samples: SampleArguments, execute: Execute) -> None:
+        """Find where samples lie for statistics that are not proven: blocks of norms and biases are sums over samples."""
+        model, known = self.model, key in self.proven or key in self._summed or self.model.tells_samples_apart
+        if not known and model.lockstep.alone and model.tensor_parallel is None:
+            model.layouts = self.layouts[key] = self._on(samples, execute).layers.layouts(brief=True)
+
     def before_compiled(self, forward: Forward, args: Any, kwargs: Any, batch: int) -> None:
         """Run the row proof before a compiled forward, unless earlier proofs cover it; arguments as in `guard`.
 
@@ -171,13 +185,14 @@ class RowProof:
         self.model.on_batch((args, kwargs))
         key, samples = self._key(args, kwargs, batch)
         tells_apart, execute = self.model.tells_samples_apart, partial(_execute, forward)
-        self.model.layouts = self.layouts.get(key, {}) if tells_apart else {}
+        self._assume(key, tells_apart)
         sizes = (key, *(tuple(leaf.shape) for leaf in samples[0].leaves if isinstance(leaf, Tensor)))
         if tells_apart and self._lacks(key, samples):
             self._prove(key, samples, execute)
         elif tells_apart and self.model.proof_is_due():
             self.repeat(key, samples, execute)
         elif sizes not in self._sizes:
+            self._find_axes(key, samples[0], execute)
             calls = self._on(samples[0], execute).calls().calls
             unseen = calls if not tells_apart and key not in self._summed else self._unseen(key, calls)
             if not calls or unseen and (tells_apart or any(rows == 0 for _, _, rows in unseen)):
@@ -187,7 +202,7 @@ class RowProof:
             self._on(samples[0], execute).layers.refuse_compiled()
         for layer in self.model.batch_free:
             raise GramianError(
-                f"{layer}: returns no batch axis, which a compiled graph cannot give one; expected eager mode for this model"
+                f"{layer}: returns no batch axis, which no compiled graph can give it; expected eager mode"
             )
         for reason in self.proven[key].open_outputs.values() if key in self.proven else ():
             raise GramianError(
@@ -210,7 +225,7 @@ class RowProof:
             if model.units_in(batch) > 1:
                 model.on_batch((args, kwargs))
                 key, samples = self._key(args, kwargs, batch)
-                model.layouts = self.layouts.get(key, {}) if model.tells_samples_apart else {}
+                self._assume(key, model.tells_samples_apart)
                 known = (*self.proven, *self._summed)
                 wanted = self._lacks(key, samples) if model.tells_samples_apart else key not in known
                 due = not wanted and model.tells_samples_apart and model.proof_is_due()
@@ -231,9 +246,7 @@ class RowProof:
                     except LayerRefused as refused:
                         self._on(samples[0], execute).layers.look(refused)
                 self._prove(key, samples, execute, sums_only=not model.tells_samples_apart)
-                if (
-                    key not in self.proven and model.tells_samples_apart
-                ):  # all samples are equal: learn the calls at least
+                if key not in self.proven and model.tells_samples_apart:  # all are equal: learn the calls
                     self._prove(key, samples, execute, sums_only=True)
                 self._summed.add(key)
             elif due:
@@ -350,14 +363,16 @@ class RowProof:
             self.model.proven_calls |= found.calls
             self._stateful |= found.stateful
             self._silent = (self._silent | found.silent) - (found.calls - found.silent)
-            if self.model.layouts != self.layouts.get(key, {}) and not sums_only:
-                self.proven.pop(key, None)
-                self.layouts[key] = self.model.layouts
+            if not sums_only:
+                known = self.layouts.get(key, {}), self.free.get(key, self.model.batch_free)
+                if known != (self.model.layouts, self.model.batch_free):
+                    self.proven.pop(key, None)
+                self.layouts[key], self.free[key] = self.model.layouts, self.model.batch_free
             if not sums_only and found.shows:
                 before = self.proven.get(key)
                 if before is not None:
-                    found = replace(found, calls=found.calls | before.calls)
-                    found = replace(found, open_outputs={**before.open_outputs, **found.open_outputs})
+                    outputs = {**before.open_outputs, **found.open_outputs}
+                    found = replace(found, calls=found.calls | before.calls, open_outputs=outputs)
                     padded = before.unpadded is None and before.alone.startswith("collated")
                     found = replace(found, unpadded=None if padded else found.unpadded)
                 self.proven[key] = found

@@ -68,15 +68,18 @@ class LayerAssumptions:
     def remedies(self, sums_only: bool) -> Iterator[bool]:
         """Assume something else for each attempt that failed; True each time, when the proof is to be repeated.
 
-        `sums_only`: the proof does not tell samples apart, so that it is not looked for their axes.
+        `sums_only`: the proof does not tell samples apart; their axes are looked for once, and again in layers tapped anew.
         """
         model, free = self.model, self.model.batch_free
+        if free:  # it may be that of another structure
+            free = model.batch_free = {}
+            yield True
         while True:
             known = model.layouts
             model.layouts = known if sums_only else self.layouts()
             if model.layouts != known:
                 yield True
-            if getattr(self.failure, "parameter", "") and self._take_whole():
+            if getattr(self.failure, "parameter", "") and self._take_whole(sums_only):
                 yield True
                 continue
             for ones in (False, True):
@@ -86,14 +89,15 @@ class LayerAssumptions:
                 if without and without != model.batch_free:
                     model.batch_free = free | without
                     yield True
-            if not self._take_whole():
+            if not self._take_whole(sums_only):
                 return
             model.batch_free = free
             yield True
 
-    def layouts(self) -> Layouts:
+    def layouts(self, brief: bool = False) -> Layouts:
         """Where the samples lie in the calls of layers that have them elsewhere than on axis 0; 2⌈log₂ B⌉ + 1 runs.
 
+        `brief`: two runs, or one, where these show that no layer can have them elsewhere.
         {} if the model fails in one of them, or all samples are equal. A layer of products whose calls differ goes on with its
         fallback.
         """
@@ -103,7 +107,7 @@ class LayerAssumptions:
             prover = Prover(model, self.execute, samples, seed=self.seed())
             try:
                 model.watcher = axes
-                prover.watched(axes)
+                prover.watched(axes, brief)
             except Exception:  # the user's code may not run so, which the proof itself reports
                 return {}
             finally:
@@ -152,7 +156,7 @@ class LayerAssumptions:
                     "which a compiled graph cannot follow; expected eager mode for this model"
                 )
 
-    def _take_whole(self) -> bool:
+    def _take_whole(self, sums_only: bool) -> bool:
         """Tap the next layer around the parameter or layer of the last failure as one; False if none is left or may be taken.
 
         None may be if a listener needs records of whole layers, or if a process waits for this one.
@@ -170,6 +174,8 @@ class LayerAssumptions:
         if not take_whole(root, parameter or layer):
             return False
         model.retap()
+        if sums_only:  # which say nothing of samples
+            model.layouts = self.layouts(brief=True)
         why = f"has a layer inside that is refused by itself ({layer})"
         why = "uses weights of its children without calling them" if parameter else why
         self.reasons |= dict.fromkeys(whole_classes(root) - known, why)

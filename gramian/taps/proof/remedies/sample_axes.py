@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gramian.taps.proof.row_fingerprint import Fingerprint, relative_rounding
-from gramian.taps.sites.batch_layout import CallLayouts, Layout, split
+from gramian.taps.sites.batch_layout import FIRST, CallLayouts, Layout, split
 from gramian.taps.tap import Tap
 from gramian.taps.tapped_model import Layouts
 
@@ -77,6 +77,13 @@ class SampleAxes:
                 if bool(changed[places].any()):
                     del prints[layout]
         self._now, self._count = {}, {}
+
+    @property
+    def settled(self) -> bool:
+        """True if no tensor can have its samples elsewhere than on axis 0, as far as the runs so far have shown."""
+        if not self._varied:
+            return all(prints.keys() <= {FIRST} for prints in self._base.values())
+        return all(next(iter(self._base[place]), FIRST) == FIRST for place in self._varied)
 
     def found(self) -> Layouts:
         """The layouts of the calls of all layers that have samples elsewhere than on axis 0 in one of them."""

@@ -65,6 +65,10 @@ class InlineProducts(Site):
         keys = [key for key in self.forms(module) if owner(key) == extra.view.name]
         return {} if not keys else extra.matrix_sides(keys, saved, output_gradients[0], batch)
 
+    def batch_axes(self, module: nn.Module, output: Tensor) -> int:
+        """Those of the fallback, which may run the layer later."""
+        return self.fallback.batch_axes(module, output)
+
     def observed(
         self,
         module: nn.Module,
