@@ -114,6 +114,10 @@ class Projections:
             self.directions[shape, device] = Directions(shape, device)
         return self.directions[shape, device]
 
+    def rounding_on(self, device: torch.device) -> float:
+        """`product_rounding` on a device: CPUs have products of bfloat16, and none of TF32."""
+        return self.product_rounding if device.type == "cuda" or self.product_rounding > TENSOR_FLOAT_32 else 0.0
+
     def _round(self, name: str, dtype: torch.dtype, device: torch.device, axes: int) -> None:
         """Record the coarsest rounding ε of the products that made a gradient of this dtype with this number of axes.
 
@@ -122,7 +126,7 @@ class Projections:
         eps = torch.finfo(dtype).eps
         if dtype == torch.float32:
             convolves = device.type == "cuda" and axes > 2 and torch.backends.cudnn.allow_tf32
-            eps = max(eps, self.product_rounding, TENSOR_FLOAT_32 if convolves else 0.0)
+            eps = max(eps, self.rounding_on(device), TENSOR_FLOAT_32 if convolves else 0.0)
         self._rounding[name] = max(eps, self._rounding.get(name, 0.0))
 
 
@@ -268,7 +272,9 @@ class Audit:
             below_normal = info.smallest_normal * got.numel() ** 0.5  # where numbers lie evenly, eps of it apart
             rounding = info.eps * (magnitude + below_normal)
             agrees = (
-                AGREES[dtype] if dtype != torch.float32 else max(AGREES[dtype], 4 * self._projections.product_rounding)
+                AGREES[dtype]
+                if dtype != torch.float32
+                else max(AGREES[dtype], 4 * self._projections.rounding_on(got.device))
             )
             allowed = agrees * got.norm() + 8 * rounding + floor
             if terms:

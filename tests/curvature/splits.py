@@ -3,6 +3,7 @@
 A case is a model and data that any process can build; a split says which samples each rank has.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from tests.curvature.loopback import one_at_a_time
 from tests.curvature.small import Net
 from tests.kit.toys import Toy
 
+BUILT: dict[tuple[Any, torch.dtype], nn.Module] = {}
+"""{(function that builds a model, dtype): the model}."""
 IGNORE = -100
 NOTHING = 1e-28
 """The square of rounding error, which is all of G where gradients add up to zero: keys of a softmax, summed over tokens."""
@@ -51,12 +54,20 @@ class Case:
     """Targets per sample; 0: one, without an axis of its own."""
 
     def model(self, dtype: torch.dtype = torch.float64) -> nn.Module:
-        with one_at_a_time, torch.random.fork_rng(devices=[]), torch.no_grad():
+        """A copy of a model that is built once: the random state belongs to all threads, and proofs restore it."""
+        with one_at_a_time:
+            if (self.build, dtype) not in BUILT:
+                BUILT[self.build, dtype] = self._built(dtype)
+            model = copy.deepcopy(BUILT[self.build, dtype])
+            hub_of(model)
+        return model
+
+    def _built(self, dtype: torch.dtype) -> nn.Module:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             model = self.build().to(dtype)
             for p in model.parameters():
                 p += (0.2 * torch.randn(p.shape, dtype=torch.float64)).to(dtype)
-            hub_of(model)
         return model
 
     def data(self, samples: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import gramian
-from gramian.oracles.clipped_sum import clip
+from gramian.oracles.clipped_sum import clip, clipped_sum
 from gramian.oracles.single_sample import per_sample_gradients
 from tests.kit.matrix import sample
 from tests.kit.refusals import refusal
@@ -558,10 +558,16 @@ def test_the_check_of_independence_finds_the_second_axis(name: str) -> None:
 
 @pytest.mark.few_proofs(every=1)
 @pytest.mark.parametrize("name", SECOND)
-def test_without_a_proof_rows_that_cannot_be_samples_are_refused_by_name(name: str) -> None:
+def test_without_a_proof_rows_that_cannot_be_samples_are_refused_by_name_or_right(name: str) -> None:
     model, batch = Swapped(SECOND[name][0]()).double(), SECOND[name][1](4, 10)
-    with private(model, 0.1, proof="off"), refusal("layer"):
+    want = clipped_sum(model, l1, batch, 0.1)
+    with private(model, 0.1, proof="off") as run:
+        if name != "attention with biases":  # which runs again sample by sample
+            with refusal("layer"):
+                l1(model, *batch).backward()
+            return
         l1(model, *batch).backward()
+        assert_sums(run.gradients(), want.totals, 1e-9)
 
 
 @pytest.mark.parametrize("name", SECOND)

@@ -169,8 +169,8 @@ class RowProof:
         self.model.batch_free = self.free.get(key, self.model.batch_free if tells_apart else {})
 
     def _find_axes(self, key: Any, samples: SampleArguments, execute: Execute) -> None:
-        """Find where samples lie for statistics that are not proven: blocks of norms and biases are sums over samples."""
-        model, known = self.model, key in self.proven or key in self._summed or self.model.tells_samples_apart
+        """Find where samples lie for sums, which are not proven; per-sample statistics with proof="off" trust shapes."""
+        model, known = self.model, key in self.proven or key in self._summed or self.model.per_sample
         if not known and model.lockstep.alone and model.tensor_parallel is None:
             model.layouts = self.layouts[key] = self._on(samples, execute).layers.layouts(brief=True)
 
@@ -383,9 +383,8 @@ class RowProof:
         Raises:
             GramianError: if rows of samples that were not replaced changed; the listeners are notified first.
         """
-        proven = self.proven[key]
         for samples in groupings:
-            self._on(samples, execute).repeat(proven)
+            self._on(samples, execute).repeat(self.proven[key])
 
     def _on(self, samples: SampleArguments, execute: Execute) -> BatchProof:
         return BatchProof(self.model, execute, samples, self._seed, self.lone)
