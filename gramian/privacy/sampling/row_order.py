@@ -1,6 +1,6 @@
 """Whether a collate function keeps records in their order: units are attributed to rows by it.
 
-A function that sorts records, by length for instance, would give the rows of one unit to others, each of which is clipped by
+A function that sorts records, by length for instance, would give rows of one unit to other units, each of which is clipped by
 itself: the unit would move the sum by several C.
 """
 
