@@ -15,7 +15,7 @@ from benchmarks.optimizer_race import _known
 FIGURE = Path(__file__).parent / "figures" / "optimizer_race.png"
 TITLES = {
     "bytes": "GPT 6 × 384, bytes (nats per byte)",
-    "bpe16": "GPT 8 × 512, BPE of 8,192 (nats per token)",
+    "bpe": "GPT 8 × 512, BPE of 8,192 (nats per token)",
     "autoencoder": "MNIST autoencoder (cross entropy per image)",
     "cnn": "MNIST CNN (cross entropy)",
 }
@@ -24,6 +24,7 @@ COLOURS = {
     "muon": "#0000a7",
     "adamw": "#008176",
     "soap": "#eecc16",
+    "soap-1024": "#eecc16",
     "shampoo": "#8a4f9e",
     "sgd": "#888888",
 }
@@ -32,6 +33,7 @@ NAMES = {
     "muon": "Muon",
     "adamw": "AdamW",
     "soap": "SOAP",
+    "soap-1024": "SOAP, sides up to 1,024",
     "shampoo": "Shampoo",
     "sgd": "SGD",
 }
