@@ -2,7 +2,9 @@
 
 Rows: GPT of 937 M parameters, 16,384 tokens a step; transformers' Llama of 1.24 B, tied, vocabulary 128,256, 8,192 tokens;
 LoRA of rank 16 on all linear layers of a Llama of 8.07 B, 8 × 1024 tokens. All in bf16, random weights and tokens; eager and,
-with `--compiled`, by `torch.compile`. On a CPU small models stand in.
+with `--compiled`, by `torch.compile`. `--forced` adds the choices that the clipping plan could have been forced to, and
+`--profile` what the step consists of: its phases, of which norms and noise are the floor, how long GPU and host are busy, and
+the kernels that take longest. On a CPU small models stand in.
 """
 
 import argparse
@@ -15,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 import gramian
 from benchmarks._timing import ratio, take_turns, write
-from benchmarks.private_step import loss_of
+from benchmarks.private_step import busy_and_host, loss_of
 from gramian.models.gpt import GPT, GPTConfig
 
 CUDA = torch.cuda.is_available()
@@ -31,6 +34,14 @@ LLAMAS: dict[str, dict[str, int]] = {
 }
 ROWS = [("gpt", 256), ("gpt", 1024), ("gpt", 4096), ("llama", 512), ("llama", 2048), ("lora", 1024)]
 TOKENS = {"gpt": 16384, "llama": 8192, "lora": 8192}
+FORCED = {
+    "gram": {"clipping": "bookkeeping", "norm_algorithm": "gram"},
+    "direct": {"clipping": "bookkeeping", "norm_algorithm": "direct"},
+    "bookkeeping": {"clipping": "bookkeeping"},
+    "keep": {"clipping": "keep"},
+}
+"""Options of `make_private` in place of the plan's own choice."""
+WATCHED = 3
 
 
 def build(name: str) -> nn.Module:
@@ -62,8 +73,8 @@ def build(name: str) -> nn.Module:
     return model.train()
 
 
-def whole(model: nn.Module, x: Tensor, private: bool) -> tuple[Callable[[], None], Any]:
-    """The step of a model, and its engine."""
+def whole(model: nn.Module, x: Tensor, private: bool, **options: Any) -> tuple[Callable[[], None], Any]:
+    """The step of a model, and its engine; `options` are those of `make_private`."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer, engine = torch.optim.AdamW(trained, lr=1e-6, fused=CUDA), None
     if private:
@@ -71,7 +82,7 @@ def whole(model: nn.Module, x: Tensor, private: bool) -> tuple[Callable[[], None
         loader = DataLoader(TensorDataset(torch.zeros(100 * len(x), 1)), batch_size=len(x))
         engine.make_private(
             module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0,
-            poisson_sampling=False,
+            poisson_sampling=False, **options,
         )  # fmt: skip
 
     def step() -> None:
@@ -82,11 +93,59 @@ def whole(model: nn.Module, x: Tensor, private: bool) -> tuple[Callable[[], None
     return step, engine
 
 
+def forced(base: nn.Module, x: Tensor, auto: Callable[[], None], rounds: int) -> dict[str, Any]:
+    """{choice: its time over the plan's own}, each beside the plan's own step `auto` in the same rounds."""
+    found: dict[str, Any] = {}
+    for name, options in FORCED.items():
+        try:
+            step, engine = whole(copy.deepcopy(base), x, True, **options)
+            times = take_turns({"auto": auto, name: step}, rounds, 2, 2)
+            found[name] = ratio(times[name], times["auto"])
+            engine.detach()
+        except RuntimeError as error:  # out of memory
+            found[name] = " ".join(str(error).split())[:100]
+        _let_go()
+    return found
+
+
+def profiled(step: Callable[[], None], engine: Any) -> dict[str, Any]:
+    """Milliseconds of the phases of a private step, of GPU and host, and of the kernels that take longest."""
+    watch = engine.stopwatch
+    watch.entries.clear()
+    watch.on = True
+    for _ in range(WATCHED):
+        step()
+    watch.on = False
+    phases: dict[str, float] = {}
+    for row in watch.report():
+        phases[row["phase"]] = phases.get(row["phase"], 0.0) + row["milliseconds"] * row["calls"] / WATCHED
+    watch.entries.clear()
+    return {"phases": phases, "busy_and_host": busy_and_host(step), "kernels": kernels(step)}
+
+
+def kernels(step: Callable[[], None], most: int = 14) -> dict[str, list[float]]:
+    """{kernel: [milliseconds, launches]} of those that take longest in one step."""
+    if not CUDA:
+        return {}
+    with profile(activities=[ProfilerActivity.CUDA]) as told:
+        step()
+        torch.cuda.synchronize()
+    found = sorted(told.key_averages(), key=lambda event: -event.self_device_time_total)[:most]
+    return {event.key[:90]: [round(event.self_device_time_total / 1e3, 3), event.count] for event in found}
+
+
+def _let_go() -> None:
+    gc.collect()
+    torch.cuda.empty_cache() if CUDA else None
+
+
 def main() -> None:
     """Measure and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=list(TOKENS), choices=list(TOKENS))
     parser.add_argument("--compiled", action="store_true", help="also the compiled rows of gpt and llama")
+    parser.add_argument("--forced", action="store_true", help="also the plan's possible choices, forced; not of lora")
+    parser.add_argument("--profile", action="store_true", help="also phases, busy times and kernels")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -114,13 +173,19 @@ def main() -> None:
                     "plain_milliseconds": 1e3 * statistics.median(times["plain"]),
                     "private_milliseconds": 1e3 * statistics.median(times["private"]),
                     "ratio": ratio(times["private"], times["plain"]),
+                    "by_round": [a / b for a, b in zip(times["private"], times["plain"], strict=True)],
                 }
                 rows[f"{name} {length}{' compiled' if compiled else ''}"] = found
+                if arguments.forced and not compiled and name != "lora":
+                    found["forced_over_plan"] = forced(base, x, private, arguments.rounds)
+                if arguments.profile:
+                    found["private"] = profiled(private, engine)
+                    if name != "lora":  # whose plain step is of the model that is private now
+                        found["plain"] = {"busy_and_host": busy_and_host(plain), "kernels": kernels(plain)}
                 print(name, length, compiled, found, flush=True)
                 engine.detach()
                 del models, plain, private, engine
-                gc.collect()
-                torch.cuda.empty_cache() if CUDA else None
+                _let_go()
         del base
         print(write("private_whole" if CUDA else "private_whole_cpu", rows))
 
