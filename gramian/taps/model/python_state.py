@@ -32,6 +32,7 @@ LARGEST = 256
 FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "gramian", "numpy"}
 """Top-level packages of classes whose objects' attributes are not copied with a model's Python state."""
 FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
+ARRAYS = (Tensor, np.ndarray)
 
 
 @dataclass
@@ -166,9 +167,11 @@ def _followed(name: str, owner: Any, content: Any, seen: set[int], depth: int, c
         return
     seen.add(_identity(owner))
     items = _items(content) if len(content) <= LARGEST else []
-    arrays = [v for _, v in items if isinstance(v, Tensor | np.ndarray) and not isinstance(v, nn.Parameter)]
-    yield _Place(name, owner, content, [(v, _copy(v)) for v in arrays] if copies else [])
+    arrays = [v for _, v in items if isinstance(v, ARRAYS) and not isinstance(v, nn.Parameter)] if copies else []
+    yield _Place(name, owner, content, [(v, _copy(v)) for v in arrays])
     for key, value in items if depth else ():
+        if type(value) in PLAIN:  # most are, of a configuration with a hundred settings
+            continue
         path = user_names.join(name, str(key))
         if isinstance(value, CONTAINERS):
             yield from _followed(path, value, _container(value), seen, depth - 1, copies)
@@ -180,17 +183,29 @@ def _followed(name: str, owner: Any, content: Any, seen: set[int], depth: int, c
 
 def _is_users(value: Any) -> bool:
     """True for an object of a user's own class, also one derived from a container, for SimpleNamespace and UserDict/List."""
-    if isinstance(value, (Tensor, tuple, nn.Module, type, types.ModuleType, *FUNCTIONS)):
+    kind: Any = type(value)
+    return _is_users_class(kind)
+
+
+@functools.lru_cache(4096)
+def _is_users_class(kind: type) -> bool:
+    if issubclass(kind, (Tensor, tuple, nn.Module, type, types.ModuleType, *FUNCTIONS)):
         return False
-    known = isinstance(value, types.SimpleNamespace | UserDict | UserList)
-    return known or type(value).__module__.partition(".")[0] not in FOREIGN | {"builtins"}
+    known = issubclass(kind, (types.SimpleNamespace, UserDict, UserList))
+    return known or kind.__module__.partition(".")[0] not in FOREIGN | {"builtins"}
 
 
 def attributes(value: Any) -> dict[str, Any]:
     """{name: value} of the attributes of an object, its slots included."""
-    slots = [slot for kind in type(value).__mro__ for slot in vars(kind).get("__slots__", ())]
-    in_slots = {slot: getattr(value, slot) for slot in slots if not slot.startswith("__") and hasattr(value, slot)}
+    kind: Any = type(value)
+    in_slots = {slot: getattr(value, slot) for slot in _slots(kind) if hasattr(value, slot)}
     return in_slots | dict(getattr(value, "__dict__", {}))
+
+
+@functools.lru_cache(4096)
+def _slots(kind: type) -> tuple[str, ...]:
+    found = [slot for base in kind.__mro__ for slot in vars(base).get("__slots__", ())]
+    return tuple(slot for slot in found if not slot.startswith("__"))
 
 
 def _identity(owner: Any) -> int:
