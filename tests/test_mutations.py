@@ -398,7 +398,7 @@ MUTATIONS = (
     ),
     Mutation(
         "epsilon of a norm dropped",
-        (Swap("normalization:_epsilon", lambda module, dtype: 0.0),),
+        (Swap("normalization:_epsilon", lambda module, eps, dtype: 0.0),),
         functools.partial(test_norms.test_the_epsilon_of_a_norm_layer_counts, "RMSNorm"),
     ),
     Mutation(

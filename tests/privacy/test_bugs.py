@@ -631,11 +631,7 @@ BUGS = (
     ),
     Mutation(
         "layers without a formula dropped",
-        Edit(
-            "site_registry:site_for",
-            "))))\n    return Generic(whole=False) if own_parameters(module, whole=False) else None",
-            "))))\n    return None",
-        ),
+        Edit("site_registry:site_for", "if site is not None), Generic(whole=False))", "if site is not None), None)"),
         partial(test_clipping.test_further_layers_with_a_formula_or_without, "PReLU", "auto"),
     ),
     Mutation(

@@ -1,5 +1,7 @@
 """The registry {class of layer: its site}; a site defines how one kind of layer is tapped."""
 
+from collections.abc import Callable
+
 from torch import nn
 
 from gramian.taps.sites.borrowed import own_parameters
@@ -10,6 +12,8 @@ from gramian.taps.sites.weight_hooks import weight_hooks
 
 _BY_CLASS: dict[type, Site] = {}
 _BY_NAME: dict[str, Site] = {}
+_RECOGNISERS: list[Callable[[nn.Module], Site | None]] = []
+"""Functions that find the site of a module of an unknown class by what it computes."""
 
 
 def register_site(layer: type[nn.Module] | str, site: Site) -> None:
@@ -31,11 +35,17 @@ def register_site(layer: type[nn.Module] | str, site: Site) -> None:
         _BY_CLASS[layer] = site
 
 
+def register_recogniser(recognise: Callable[[nn.Module], Site | None]) -> None:
+    """Register a function that returns the site of a module whose class is not registered, or None, by what it computes."""
+    _RECOGNISERS.append(recognise)
+
+
 def site_for(module: nn.Module) -> Site | None:
     """The site of a module, which defines how it is tapped; a `Generic` for unknown layers, None without direct parameters.
 
-    A class is known if it, or a base class whose `forward` it inherits, is registered. A module whose parameters are computed
-    by a parametrization or a hook, or whose instance has a `forward` that other code replaced, is unknown.
+    A class is known if it, or a base class whose `forward` it inherits, is registered; others may be recognised by what they
+    compute. A module whose parameters are computed by a parametrization or a hook, or whose instance has a `forward` that
+    other code replaced, is unknown.
     """
     if hasattr(module, "parametrizations"):
         return Generic(whole=True)
@@ -51,4 +61,7 @@ def site_for(module: nn.Module) -> Site | None:
         return None  # their parameters are their parent's
     if any(p is not None and p.dim() in (2, 3) and p.shape[0] > 1 for p in module._parameters.values()):
         return InlineProducts(Generic(whole=bool(getattr(module, "has_post_expert_norm", False))))
-    return Generic(whole=False) if own_parameters(module, whole=False) else None
+    if not own_parameters(module, whole=False):
+        return None
+    known = (recognise(module) for recognise in _RECOGNISERS if not weight_hooks(module))
+    return next((site for site in known if site is not None), Generic(whole=False))

@@ -1,0 +1,197 @@
+"""Norm layers in classes of the user's own are known by what they compute; those that compute anything else run again."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gramian
+from gramian.oracles.single_sample import per_sample_gradients
+from gramian.taps.sites import Generic, site_for
+from gramian.taps.sites.normalization import Scale, TrailingNorm
+from tests.taps.checks import assert_norms
+
+pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs]
+B, T, D = 3, 5, 8
+
+
+class Norm(nn.Module):
+    """x̂ by root mean square, times γ; the subclasses differ in one thing each."""
+
+    plus = 0.0
+
+    def __init__(self, eps: float = 1e-3, shift: bool = False) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.randn(D))
+        self.beta = nn.Parameter(torch.randn(D)) if shift else None
+        self.epsilon = eps
+
+    def hat(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.hat(x) * (self.plus + self.gamma)
+        return y if self.beta is None else y + self.beta
+
+
+class OnePlus(Norm):
+    plus = 1.0
+
+
+class Centred(Norm):
+    def hat(self, x: Tensor) -> Tensor:
+        return super().hat(x - x.mean(-1, keepdim=True))
+
+
+class InFloat32(Norm):
+    def hat(self, x: Tensor) -> Tensor:
+        return super().hat(x.float()).to(x.dtype)
+
+
+class ShiftFirst(Norm):
+    def __init__(self) -> None:
+        super().__init__(shift=True)
+        self._parameters = {name: self._parameters[name] for name in ("beta", "gamma")}
+
+
+class Torchs(nn.LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class LayerScale(Norm):
+    def hat(self, x: Tensor) -> Tensor:
+        return x
+
+
+class EpsilonOutside(Norm):
+    def hat(self, x: Tensor) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.epsilon)
+
+
+class OverTokens(Norm):
+    def hat(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean((-2, -1), keepdim=True) + self.epsilon)
+
+
+class Bent(Norm):
+    """Another function from some size on."""
+
+    def hat(self, x: Tensor) -> Tensor:
+        return super().hat(torch.where(x.abs() > 100, x.abs(), x))
+
+
+class InGamma(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.hat(x) * self.gamma * self.gamma
+
+
+class InTraining(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout(x, 1e-9, self.training) * (1.5 if self.training else 1.0) ** 2)
+
+
+class Gated(Norm):
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(x) if gate is None else super().forward(x) * gate
+
+
+class Counts(Norm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(1)
+        return super().forward(x)
+
+
+KNOWN = {
+    "root mean square": Norm,
+    "with a shift": lambda: Norm(shift=True),
+    "one plus": OnePlus,
+    "centred": lambda: Centred(shift=True),
+    "in float32": InFloat32,
+    "shift first": ShiftFirst,
+    "torch's": lambda: Torchs(D),
+    "without an epsilon": lambda: Norm(0.0),
+    "layer scale": LayerScale,
+}
+UNKNOWN = {
+    "epsilon outside": EpsilonOutside,
+    "over tokens": OverTokens,
+    "bent": Bent,
+    "in gamma": InGamma,
+    "in training": InTraining,
+    "gated": Gated,
+    "counts": Counts,
+}
+
+
+def term(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) * torch.linspace(-1, 1, D, dtype=x.dtype)).sin().sum()
+
+
+@pytest.mark.parametrize("name", [*KNOWN, *UNKNOWN])
+def test_norms_are_those_of_single_samples(name: str) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(D, D), (KNOWN | UNKNOWN)[name](), nn.Linear(D, D)).double()
+    site = site_for(model[1])
+    assert isinstance(site, TrailingNorm) == (name in KNOWN)
+    assert isinstance(site, Generic) == (name in UNKNOWN)
+    assert isinstance(site, Scale) == (name == "layer scale")
+    x = torch.randn(B, T, D, dtype=torch.float64) * torch.tensor([0.01, 1.0, 30.0], dtype=torch.float64)[:, None, None]
+    rows = per_sample_gradients(copy.deepcopy(model), term, (x,))
+    wanted = torch.stack([g.flatten(1).square().sum(1) for g in rows.values()]).sum(0).sqrt()
+    with gramian.per_sample_norms(model, loss_reduction="sum") as norms:
+        term(model, x).backward()
+    assert_norms(norms.values, wanted, 1e-6 if name == "in float32" else 1e-9)
+
+
+def test_a_layer_is_looked_at_without_a_trace() -> None:
+    layer = Norm().half()
+    layer.register_forward_hook(lambda *_: pytest.fail("ran a hook"))
+    before, state = copy.deepcopy(vars(layer)), torch.random.get_rng_state()
+    site = site_for(layer)
+    assert isinstance(site, TrailingNorm) and (site.eps, site.names) == ("epsilon", ("gamma", ""))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert vars(layer).keys() == before.keys() and torch.equal(layer.gamma, before["_parameters"]["gamma"])
+
+
+def test_its_epsilon_is_that_of_the_call() -> None:
+    """Two layers of one class with other values, and one whose value is changed between two captures."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(D, D), Norm(1e-6), Norm(2.0)).double()
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    for eps in (2.0, 0.5):
+        model[2].epsilon = eps
+        rows = per_sample_gradients(copy.deepcopy(model), term, (x,))
+        wanted = torch.stack([g.flatten(1).square().sum(1) for g in rows.values()]).sum(0).sqrt()
+        with gramian.per_sample_norms(model, loss_reduction="sum") as norms:
+            term(model, x).backward()
+        assert_norms(norms.values, wanted)
+    assert math.isfinite(float(norms.values.sum()))
+
+
+def test_what_the_rows_of_numbers_do_not_show_is_refused_or_run_again() -> None:
+    """A layer that is a norm on rows [B, T, D] and something else on one token a row."""
+
+    class Two(Norm):
+        def hat(self, x: Tensor) -> Tensor:
+            return super().hat(x) if x.dim() == 3 else torch.tanh(x)
+
+    model = nn.Sequential(nn.Linear(D, D), Two()).double()
+    x = torch.randn(B, D, dtype=torch.float64)
+    assert isinstance(site_for(model[1]), TrailingNorm)
+    rows = per_sample_gradients(copy.deepcopy(model), term, (x,))
+    wanted = torch.stack([g.flatten(1).square().sum(1) for g in rows.values()]).sum(0).sqrt()
+    try:
+        with gramian.per_sample_norms(model, loss_reduction="sum") as norms:
+            term(model, x).backward()
+    except gramian.GramianError as refusal:
+        assert "1.gamma" in str(refusal)
+    else:
+        assert_norms(norms.values, wanted)
