@@ -50,6 +50,8 @@ class TensorParallel:
         self.mesh = mesh
         self.exchange = Exchange(mesh.get_group(), device)
         self.rank, self.size = self.exchange.rank, self.exchange.size
+        self._noted: list[tuple[str, Tensor, float]] = []
+        """(layer, [projection, norm], tolerance) of tensors that must be equal on all processes, of the backward under way."""
 
     @classmethod
     def of(cls, root: nn.Module) -> "TensorParallel | None":
@@ -151,6 +153,42 @@ class TensorParallel:
                     "expected the same batch on all processes of the group"
                 )
 
+    def note(self, layer: str, t: Tensor) -> None:
+        """Remember a projection of a tensor that is plain or replicated, for `require_same_noted`. One pass over it."""
+        if isinstance(t, DTensor) and not all(isinstance(placement, Replicate) for placement in t.placements):
+            return
+        flat = waited(t.to_local() if isinstance(t, DTensor) else t).detach().double().flatten()
+        place = torch.arange(flat.numel(), device=flat.device, dtype=flat.dtype)
+        found = torch.stack([flat @ torch.cos(0.37 * place), flat.norm()])
+        self._noted.append((layer, found, torch.finfo(t.dtype).eps ** 0.75 if t.is_floating_point() else 0.0))
+
+    def forget_noted(self) -> None:
+        """Drop what was noted: the backward broke off."""
+        self._noted.clear()
+
+    def require_same_noted(self) -> None:
+        """Raise on all processes if a tensor that was noted is not the same on all. One all-reduce.
+
+        Compared are projections, to ε^¾ of the tensor's norm.
+
+        Raises:
+            GramianError: naming the first layer whose tensors differ.
+        """
+        noted, self._noted = self._noted, []
+        if self.size == 1 or not noted:
+            return
+        found_N2 = torch.stack([found for _, found, _ in noted])
+        found_N2 = torch.where(found_N2.isfinite(), found_N2, 0.0)  # not finite: the sample is left out
+        most_N, least_N = self.exchange.largest(torch.cat([found_N2[:, 0], -found_N2[:, 0]])).split(len(noted))
+        norms_N = self.exchange.largest(found_N2[:, 1])
+        for (layer, *_, tolerance), apart, norm in zip(noted, (most_N + least_N).tolist(), norms_N.tolist(), strict=True):
+            if apart > tolerance * norm:
+                raise GramianError(
+                    f"{layer or 'model'}: its inputs or output gradients differ between processes of a tensor-parallel group, "
+                    "and it is not sharded; expected the same batch, labels and dropout on all of them, and no whole layer on "
+                    "some of the features (one norm for every head)"
+                )
+
     # ---- tensors -----------------------------------------------------------------------------------------------------
 
     def take(self, t: Tensor, batch: int) -> Tensor:
@@ -186,6 +224,10 @@ class TensorParallel:
                 counts = [(share.stop - share.start) * each for share in self.shares(batch)]
                 return self.exchange.to_samples(waited(t.to_local()), dim, widths, counts)
         return full_tensor(t)[mine.start * each : mine.stop * each]
+
+    def spreads(self, p: Tensor) -> bool:
+        """True if a parameter's placements have a part for this group: what each process sums of it is reduced with them."""
+        return isinstance(p, DTensor) and (p.device_mesh.ndim > 1 or p.device_mesh == self.mesh)
 
     def sum(self, t: Tensor) -> Tensor:
         """The elementwise sum of `t` over the tensor-parallel group; a new tensor unless the group has one process."""

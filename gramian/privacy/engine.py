@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from gramian.core.byte_amounts import format_bytes
 from gramian.core.errors import GramianError
 from gramian.curvature import KFACNaturalGradient
-from gramian.parallel.process_grid import ProcessGrid
+from gramian.parallel.model_grid import grid_of
 from gramian.privacy.accounting.ledger import Ledger
 from gramian.privacy.accounting.noise_search import find_noise_multiplier
 from gramian.privacy.audit.proof_log import ProofLog
@@ -226,7 +226,7 @@ class PrivacyEngine(PrivateBatches):
                 raise GramianError(f"{field}: expected a number above 0, got {value!r}")
         if not isinstance(options.get("module"), nn.Module):
             raise GramianError(f"module: expected an nn.Module, got {type(options.get('module')).__name__}")
-        world_size = ProcessGrid.of(options["module"], unwrap(options["module"])).size
+        world_size = grid_of(options["module"], unwrap(options["module"])).data[1]
         if self.steps:
             raise GramianError(
                 "target_epsilon: the engine has spent some already; expected a new one, or noise_multiplier"

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from gramian.core.errors import GramianError
 from gramian.curvature import KFACNaturalGradient
 from gramian.parallel.data_parallel import ReducerOff, unsharded_units
-from gramian.parallel.process_grid import ProcessGrid
+from gramian.parallel.model_grid import grid_of, refuse_context_parallel
+from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.privacy.accounting.accountant import Kind
 from gramian.privacy.accounting.ledger import Ledger
 from gramian.privacy.audit.bypass import BypassDetector, OutsideParameters
@@ -44,7 +45,7 @@ from gramian.privacy.sampling.private_loader import PrivateLoader
 from gramian.privacy.sampling.record_units import RecordUnits
 from gramian.privacy.sampling.single_collation import RecordingCollate
 from gramian.taps.hub import hub_of
-from gramian.taps.model.user_names import named_parameters, unwrap
+from gramian.taps.model.user_names import is_compiled, named_parameters, unwrap
 from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.proof.single_unit import SampleAlone
 from gramian.taps.sites.site import first_tensor
@@ -95,7 +96,11 @@ class PrivateModel:
         """The units of privacy, and those of the next forward's rows or tokens."""
         if self.root in _private:
             raise GramianError("module: is private already; expected one engine for each model")
-        self.parallel = ProcessGrid.of(module, self.root)
+        self.parallel = grid_of(module, self.root)
+        self.tensor_parallel = TensorParallel.of(self.root)
+        """The processes that see the same samples and clip a share of them each; None: there are none."""
+        if self.tensor_parallel is not None:
+            self._refuse_with_tensor_parallel(options, units, metric)
         if self.parallel.size == 1 and dist.is_initialized() and dist.get_world_size() > 1:
             warnings.warn(
                 "module: is not wrapped although there are several processes, so each trains, and accounts for, a model of its "
@@ -109,7 +114,7 @@ class PrivateModel:
                 'proof: is "off"; whose row is which is taken from shapes, and epsilon rests on that', stacklevel=3
             )
         self.rate = sampling_rate(
-            data_loader, self.parallel.size, expected_batch, sample_rate, bool(options.poisson_sampling), units
+            data_loader, self.parallel.data[1], expected_batch, sample_rate, bool(options.poisson_sampling), units
         )
         if not options.poisson_sampling:
             warnings.warn(
@@ -129,7 +134,7 @@ class PrivateModel:
             )
         self.records = population(
             data_loader,
-            self.parallel.size,
+            self.parallel.data[1],
             poisson=bool(options.poisson_sampling),
             rate_given=self.rate.given,
             units=units,
@@ -181,6 +186,22 @@ class PrivateModel:
             limits[0] = ledger.clip_norm
         ledger.clip_norm, ledger.clip_norm_is_due = None if self.quantile is None else limits[0], False
 
+    def _refuse_with_tensor_parallel(
+        self, options: PrivacyOptions, units: RecordUnits | None, metric: KFACNaturalGradient | None
+    ) -> None:
+        """Raise a `GramianError` for what is not computed of a tensor-parallel model."""
+        refused = {
+            "metric: is whitened by whole layers; expected metric=None": metric is not None,
+            'noise: is correlated, with buffers of whole rows; expected noise="gaussian"': options.noise != "gaussian",
+            "unit_of: groups rows, which processes divide among them; expected unit_of=None": units is not None,
+            "module: is compiled; expected eager mode": any(is_compiled(m) for m in (self.module, *self.root.modules())),
+        }
+        for reason, found in refused.items():
+            if found:
+                field, _, rest = reason.partition(": ")
+                where, _, expected = rest.partition("; ")
+                raise GramianError(f"{field}: {where}, and the model is tensor parallel; {expected}")
+
     # ---- installation ----------------------------------------------------------------------------------------------
 
     def _open_ledger(self, stack: ExitStack, data_loader: Any) -> None:
@@ -220,8 +241,8 @@ class PrivateModel:
             expected_batch=self.rate.expected_batch,
             next_draw=lambda: self._ledger.counter.released,
             on_piece=self._begin_piece,
-            rank=self.parallel.rank,
-            world_size=self.parallel.size,
+            rank=self.parallel.data[0],
+            world_size=self.parallel.data[1],
             max_physical_batch=self.options.max_physical_batch,
             max_draw=self.options.max_draw,
             groups=self.noise.groups(),
@@ -248,12 +269,12 @@ class PrivateModel:
         stack.callback(ReducerOff(self.module).restore)
         hub_of(self.root).private = True
         stack.callback(setattr, hub_of(self.root), "private", False)
-        self.sums = GradientSums(trained, self.parallel, self._tuning.overlap, self._stopwatch, options.loss_scale)
+        self.sums = GradientSums(trained, self.parallel, self._tuning.overlap, self._stopwatch, options.loss_scale, self.tensor_parallel)
         self.outside = OutsideParameters(self.root, trained, self._optimizer, lambda: self.sums.watch.on)
         stack.callback(self.outside.remove)
         single = options.max_physical_batch == 1 and options.clipping in ("auto", "keep")
         self.clipping: Clipping | SingleSampleClipping
-        if single and not self.parallel.uses_fsdp2:
+        if single and not self.parallel.shards:
             self.clipping = self._install_on_root(stack)
         else:
             self.clipping = self._install_taps(stack)
@@ -350,6 +371,7 @@ class PrivateModel:
                 "module: was wrapped in DistributedDataParallel after make_private, so each process would train by itself; "
                 "expected it wrapped before (accelerator.prepare(model) first)"
             )
+        refuse_context_parallel()
         proven = bool(hub_of(self.root).proof.proven)
         counted = self.step.progress.piece is not None or self.rate.expected_batch == 1
         refuse_ambiguous_batch(*inputs, known=proven or counted)

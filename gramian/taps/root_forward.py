@@ -76,7 +76,7 @@ class RootForward:
                 raise GramianError(
                     "model: its first tensor has no axes; expected the batch as first axis, or batch_size="
                 )
-            if model.tensor_parallel is not None:
+            if model.tensor_parallel is not None and model.proof_run is None:
                 model.tensor_parallel.require_same_inputs(first)
             if model.proof_run is None:
                 model.on_inputs((args, kwargs))
