@@ -1,19 +1,25 @@
 """Private training on meshes, on real processes: against a loop of single-sample backwards through the model of one process."""
 
+import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn import functional as F
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 import gramian
 from gramian.privacy.noise.element_noise import NoisePlan
+from tests.dist.private_bodies import assert_ranks_hold_the_same
 from tests.dist.tp_bodies import CASES, mesh_of, spread
 from tests.dist.worlds import whole
+from tests.kit.refusals import refusal
 
 LAYOUTS = ("hsdp", "tp", "fsdp2 x tp", "fsdp2")
 
@@ -92,7 +98,7 @@ def private_step(
     engine.make_private(
         module=model,
         optimizer=optimizer,
-        data_loader=DataLoader(TensorDataset(inputs, targets), batch_size=2),
+        data_loader=DataLoader(TensorDataset(torch.zeros(8)), batch_size=2),
         noise_multiplier=noise,
         max_grad_norm=limit,
         clip_function=function,
@@ -126,3 +132,142 @@ def private_step(
         assert float((moved[key] - expected).norm()) < 1e-9 * scale, (layout, key)
     engine.detach()
     return moved
+
+
+class Coupled(nn.Module):
+    """A sharded MLP whose samples are centred by their mean between the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(7, 12), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x).tanh()
+        return self.down(h - h.mean(0))
+
+
+class HeadNorm(nn.Module):
+    """A norm that is not sharded sees other features on every process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(7, 12), nn.LayerNorm(6), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x).unflatten(-1, (-1, 6))).flatten(-2))
+
+
+def on_two(model: nn.Module, **styles: Any) -> nn.Module:
+    """Tensor parallel over both processes, up by outputs and down by inputs unless told otherwise."""
+    usual = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    return parallelize_module(model.double(), mesh_of(1, 2)["tp"], usual | styles)
+
+
+def private(model: nn.Module, limit: float = 1.0, **options: Any) -> tuple[gramian.PrivacyEngine, SGD, Any]:
+    """Private without noise or Poisson sampling unless told otherwise."""
+    engine = gramian.PrivacyEngine("rdp", insecure_reproducible=True, seed=3)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    settings = {"noise_multiplier": 0.0, "max_grad_norm": limit, "poisson_sampling": False, "expected_batch": 3.0}
+    data = options.pop("data", None) or TensorDataset(torch.zeros(8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        _, _, loader = engine.make_private(
+            module=model, optimizer=optimizer, data_loader=DataLoader(data, batch_size=2), **settings | options
+        )
+    return engine, optimizer, loader
+
+
+def trained(layout: str, name: str, style: str, steps: int = 4, **options: Any) -> None:
+    """Poisson draws, noise and pieces of several steps: the weights are those of one process, and so is what was spent."""
+    case = CASES[name]
+    inputs, targets = case.data(8)
+    data = TensorDataset(inputs, targets.view(8, -1))
+    found = []
+    for mesh in (False, True):
+        torch.manual_seed(0)
+        model = placed(layout, case.model(), name, style)[0] if mesh else case.model()
+        engine, optimizer, loader = private(
+            model, 0.3, data=data, poisson_sampling=True, expected_batch=2.0, noise_multiplier=0.8, **options
+        )
+        batches = iter(loader)
+        while engine.steps < steps:
+            x, y = next(batches)
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+        found.append((whole({k: p.detach() for k, p in model.named_parameters()}), engine.get_epsilon(1e-5)))
+        assert engine.sample_rate == 0.25 and engine.expected_batch == 2.0
+        engine.detach()
+    (alone, spent), (spread_out, spent_too) = found
+    assert spent == spent_too
+    for key, p in alone.items():
+        torch.testing.assert_close(spread_out[key], p, rtol=1e-10, atol=1e-10)
+    assert_ranks_hold_the_same(spread_out)
+
+
+def proofs(rank: int) -> None:
+    """Rows are proven, a model that couples its samples is refused on all processes, and so is one whose coupling comes later."""
+    x = torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    engine, _, _ = private(model := on_two(CASES["mlp"].model(), head=ColwiseParallel(output_layouts=Replicate())))
+    model(x).square().sum(1).mean().backward()
+    assert engine.proof["rows"] == "proven"
+    engine.detach()
+    engine, _, _ = private(model := on_two(Coupled()))
+    with refusal("when other samples are replaced"):
+        model(x).square().sum(1).mean().backward()
+    assert all(p.grad is None for p in model.parameters())
+    engine.detach()
+
+
+def refusals(rank: int) -> None:
+    """By name, on all processes; nothing is left in a gradient."""
+    x = torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(4) % 5
+
+    def mlp() -> nn.Module:
+        return on_two(CASES["mlp"].model(), head=ColwiseParallel(output_layouts=Replicate()))
+
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        F.cross_entropy(model(x), y).backward()
+
+    engine, _, _ = private(model := mlp())
+    with refusal("process 1 .* other inputs"):
+        step(model, x + rank, y)
+    engine.detach()
+    engine, _, _ = private(model := mlp())
+    with refusal("labels"):
+        step(model, x, (y + rank) % 5)
+    assert all(p.grad is None for p in model.parameters())
+    engine.detach()
+    engine, _, _ = private(model := on_two(HeadNorm()))
+    with refusal("^norm: .*differ between processes"):
+        step(model, x, y)
+    engine.detach()
+
+
+def special(rank: int) -> None:
+    """A loss on logits that stay sharded, a batch without samples, several backwards, max_physical_batch=1, a NaN sample."""
+    case = CASES["mlp"]
+    inputs, targets = case.data(4)
+    gradients = gradients_alone("mlp", 4)
+    norms, sums = clipped(gradients, "flat", float(clipped(gradients, "flat", 1.0)[0].median()))
+    limit = float(norms.median())
+    for how in ("loss parallel", "pieces", "single", "nan"):
+        head = ColwiseParallel(use_local_output=False) if how == "loss parallel" else None
+        model = on_two(case.model(), head=head or ColwiseParallel(output_layouts=Replicate()))
+        engine, optimizer, _ = private(
+            model, limit, loss_reduction="sum", **{"max_physical_batch": 1} if how == "single" else {}
+        )
+        pieces = {"pieces": ([0, 1, 2], [], [3]), "single": ([0], [1], [2], [3])}.get(how, ([0, 1, 2, 3],))
+        for rows in pieces:
+            with loss_parallel() if how == "loss parallel" else nullcontext():
+                terms = F.cross_entropy(model(inputs[rows]), targets[rows], reduction="sum" if how == "loss parallel" else "none")
+                if how == "nan":
+                    terms = terms * torch.tensor([float("nan"), 1, 1, 1])
+                terms.sum().backward()
+        optimizer.step()
+        want = sums if how != "nan" else clipped({k: g[1:] for k, g in gradients.items()}, "flat", limit)[1]
+        assert engine.nonfinite == (how == "nan" and rank == 0)
+        for key, g in whole({k: p.grad for k, p in model.named_parameters() if p.grad is not None}).items():
+            assert float((3.0 * g - want[key]).norm()) < 1e-9 * limit, (how, key)
+        engine.detach()

@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
+from torch.distributed.tensor import DTensor
 
 from gramian.core.errors import GramianError
 from gramian.parallel.tensor_parallel import full_tensor
@@ -269,7 +270,7 @@ class ProofRuns:
         before = {id(t) for t in graph_tensors(self._root).values()}
         returned = output_tensors(self._execute(arguments))
         left = left_in_attributes(self._root, before, returned)
-        returned = [full_tensor(y) for y in returned]
+        returned = [y.full_tensor() if isinstance(y, DTensor) else y for y in returned]
         self.returned = len(returned)
         self.titles = [f"output {i} of the model" for i in range(len(returned))]
         self.titles += [f"attribute {name} of the model" for name in left]
