@@ -1,6 +1,6 @@
 """The process grid: rank and size of the group of processes that train one model on different samples.
 
-`ProcessGrid` is made by `gramian.parallel.world.world` from torchrun's environment, or by `grid_of` (`model_grid`) from the way a
+`ProcessGrid` is made by `gramian.parallel.world.world` from torchrun's environment, or by `model_grid.grid_of` from the way a
 model is wrapped. Tensor parallelism has a process group of its own (`gramian.parallel.tensor_parallel`).
 """
 
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-
 
 
 class DataParallelKind(StrEnum):
@@ -63,6 +62,11 @@ class ProcessGrid:
         return self.kind == DataParallelKind.FSDP2
 
     @property
+    def spreads(self) -> bool:
+        """True if layers are tensor parallel, so that several processes see the same samples."""
+        return self.tensor > 1 or self.kind == DataParallelKind.TENSOR
+
+    @property
     def shards(self) -> bool:
         """True if processes store different parts of the parameters."""
         return self.kind in (DataParallelKind.FSDP2, DataParallelKind.TENSOR)
@@ -70,7 +74,10 @@ class ProcessGrid:
     @property
     def label(self) -> str:
         """A short description such as "DDP over 4" (processes); "" for a single process."""
-        return "" if self.kind == DataParallelKind.SINGLE else f"{self.kind.upper()} over {self.size}"
+        if self.kind == DataParallelKind.SINGLE:
+            return ""
+        by_data = [] if self.kind == DataParallelKind.TENSOR else [f"{self.kind.upper()} over {self.data[1]}"]
+        return " × ".join([*by_data, f"tensor parallel over {self.tensor}"] if self.spreads else by_data)
 
     # ---- failures and waiting ----------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from gramian.privacy.clipping.clip_factors import ClipFunction
 from gramian.privacy.clipping.clipping_rule import Clipping
 from gramian.privacy.clipping.gradient_sums import GradientSums
 from gramian.privacy.clipping.private_quantile import PrivateQuantile
-from gramian.privacy.clipping.refused_modules import layers_with_sites, refuse_mixing
+from gramian.privacy.clipping.refused_modules import layers_with_sites, refuse_mixing, refuse_with_tensor_parallel
 from gramian.privacy.clipping.single_sample_clipping import SingleSampleClipping
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.privacy.clipping.trained_parameters import trained_parameters
@@ -45,7 +45,7 @@ from gramian.privacy.sampling.private_loader import PrivateLoader
 from gramian.privacy.sampling.record_units import RecordUnits
 from gramian.privacy.sampling.single_collation import RecordingCollate
 from gramian.taps.hub import hub_of
-from gramian.taps.model.user_names import is_compiled, named_parameters, unwrap
+from gramian.taps.model.user_names import named_parameters, unwrap
 from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.proof.single_unit import SampleAlone
 from gramian.taps.sites.site import first_tensor
@@ -100,7 +100,10 @@ class PrivateModel:
         self.tensor_parallel = TensorParallel.of(self.root)
         """The processes that see the same samples and clip a share of them each; None: there are none."""
         if self.tensor_parallel is not None:
-            self._refuse_with_tensor_parallel(options, units, metric)
+            refuse_with_tensor_parallel(
+                module,
+                {"metric": metric, "unit_of": units, "noise": None if options.noise == "gaussian" else options.noise},
+            )
         if self.parallel.size == 1 and dist.is_initialized() and dist.get_world_size() > 1:
             warnings.warn(
                 "module: is not wrapped although there are several processes, so each trains, and accounts for, a model of its "
@@ -186,22 +189,6 @@ class PrivateModel:
             limits[0] = ledger.clip_norm
         ledger.clip_norm, ledger.clip_norm_is_due = None if self.quantile is None else limits[0], False
 
-    def _refuse_with_tensor_parallel(
-        self, options: PrivacyOptions, units: RecordUnits | None, metric: KFACNaturalGradient | None
-    ) -> None:
-        """Raise a `GramianError` for what is not computed of a tensor-parallel model."""
-        refused = {
-            "metric: is whitened by whole layers; expected metric=None": metric is not None,
-            'noise: is correlated, with buffers of whole rows; expected noise="gaussian"': options.noise != "gaussian",
-            "unit_of: groups rows, which processes divide among them; expected unit_of=None": units is not None,
-            "module: is compiled; expected eager mode": any(is_compiled(m) for m in (self.module, *self.root.modules())),
-        }
-        for reason, found in refused.items():
-            if found:
-                field, _, rest = reason.partition(": ")
-                where, _, expected = rest.partition("; ")
-                raise GramianError(f"{field}: {where}, and the model is tensor parallel; {expected}")
-
     # ---- installation ----------------------------------------------------------------------------------------------
 
     def _open_ledger(self, stack: ExitStack, data_loader: Any) -> None:
@@ -269,7 +256,9 @@ class PrivateModel:
         stack.callback(ReducerOff(self.module).restore)
         hub_of(self.root).private = True
         stack.callback(setattr, hub_of(self.root), "private", False)
-        self.sums = GradientSums(trained, self.parallel, self._tuning.overlap, self._stopwatch, options.loss_scale, self.tensor_parallel)
+        self.sums = GradientSums(
+            trained, self.parallel, self._tuning.overlap, self._stopwatch, options.loss_scale, self.tensor_parallel
+        )
         self.outside = OutsideParameters(self.root, trained, self._optimizer, lambda: self.sums.watch.on)
         stack.callback(self.outside.remove)
         single = options.max_physical_batch == 1 and options.clipping in ("auto", "keep")

@@ -279,7 +279,11 @@ class GradientSums:
 
         def drawn_whole(name: str, total: Tensor) -> Tensor:
             """This process's columns of the noise of a parameter, whose place in the key stream is not contiguous."""
-            return coloured(name, total) if name in blocks else self._drawn(noise, name, noise_std, number)[self._box_of(name)]
+            return (
+                coloured(name, total)
+                if name in blocks
+                else self._drawn(noise, name, noise_std, number)[self._box_of(name)]
+            )
 
         def finish(some: list[tuple[str, Tensor, Any]]) -> None:
             totals = []
@@ -346,7 +350,9 @@ class GradientSums:
     def _cuts_rows(self, name: str) -> bool:
         """True if this process stores some columns of a parameter, and not whole rows."""
         box = self._box_of(name)
-        return box is not None and any(part != slice(0, size) for part, size in zip(box[1:], self.trained[name].shape[1:]))
+        return box is not None and any(
+            part != slice(0, size) for part, size in zip(box[1:], self.trained[name].shape[1:], strict=True)
+        )
 
     def _drawn(self, noise: NoisePlan | CorrelatedNoise, name: str, std: float | Tensor, number: int) -> Tensor:
         """std · noise of release `number` for all of a parameter, whichever process stores it."""
