@@ -181,10 +181,8 @@ def _verify(arguments: argparse.Namespace, suite: _Suite) -> int:
 def _machine(grid: ProcessGrid | None = None) -> str:
     import torch
 
-    from gramian.verify.model_layouts import layout_name
-
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
-    layout = layout_name(grid) if grid else ""
+    layout = grid.label if grid else ""
     return f"{device}, torch {torch.__version__},{f' {layout},' if layout else ''}"
 
 

@@ -198,8 +198,8 @@ class TensorParallel:
             if differs:
                 raise GramianError(
                     f"{layer or 'model'}: its inputs or output gradients differ between processes of a tensor-parallel group, "
-                    "and it is not sharded; expected the same batch, labels and dropout on all of them, and no whole layer on "
-                    "some of the features (one norm for every head)"
+                    "and it is not sharded; expected the same batch, labels, dropout and whole weights on all of them, and no "
+                    "whole layer on some of the features (one norm for every head)"
                 )
 
     # ---- tensors -----------------------------------------------------------------------------------------------------

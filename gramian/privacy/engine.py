@@ -116,7 +116,7 @@ class PrivacyEngine(PrivateBatches):
         Model and optimizer remain the user's own objects.
 
         Args:
-            module: the model, plain, compiled, in DDP or with `fully_shard`.
+            module: the model, plain, compiled, in DDP, with `fully_shard`, tensor parallel, or both.
             optimizer: the optimizer of the model. Clipping covers the trainable parameters in it.
             data_loader: this process's loader over the complete data set; Poisson sampling replaces its sampler.
             noise_multiplier: σ, the standard deviation of the noise divided by max_grad_norm; 0: no noise.
@@ -339,7 +339,8 @@ class PrivacyEngine(PrivateBatches):
     def last(self) -> ClippedBatch | None:
         """Gradient norms and clip factors of the last backward's samples. ε does not cover their publication.
 
-        None before the first backward and after `detach`.
+        Of a tensor-parallel model: of the samples that this process clips, a share of its group's. None before the first
+        backward and after `detach`.
         """
         return None if self._installed is None else self._installed.clipping.last
 

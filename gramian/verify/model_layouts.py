@@ -36,11 +36,6 @@ def spread(model: nn.Module, grid: ProcessGrid, linears: Mapping[str, str] = GPT
     return _sharded(model) if grid.uses_fsdp2 else model
 
 
-def layout_name(grid: ProcessGrid) -> str:
-    """Text for how `spread` places a model: "DDP over 2", "FSDP2 over 2", or empty on one process without FSDP2."""
-    return grid.label
-
-
 def gathered(t: Tensor) -> Tensor:
     """The full tensor of a tensor that may be sharded (DTensor). Collective if it is."""
     return t.full_tensor() if isinstance(t, DTensor) else t

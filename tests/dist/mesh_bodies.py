@@ -18,6 +18,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 import gramian
+from gramian.parallel.data_parallel import local
 from gramian.privacy.noise.element_noise import NoisePlan
 from tests.dist.private_bodies import assert_ranks_hold_the_same
 from tests.dist.tp_bodies import CASES, mesh_of, spread
@@ -150,6 +151,17 @@ class Coupled(nn.Module):
         return self.down(h - h.mean(0))
 
 
+class Dropped(nn.Module):
+    """Dropout between layers, on the stream that is not sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head, self.drop = nn.Linear(7, 12), nn.Linear(12, 6), nn.Linear(6, 5), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.drop(self.down(self.up(x).tanh())))
+
+
 class HeadNorm(nn.Module):
     """A norm that is not sharded sees other features on every process."""
 
@@ -243,6 +255,15 @@ def refusals(rank: int) -> None:
         step(model, x, (y + rank) % 5)
     assert all(p.grad is None for p in model.parameters())
     engine.detach()
+    for proof in ("auto", "off"):
+        torch.manual_seed(0)  # also of the head's weights, which are not sharded
+        engine, _, _ = private(model := on_two(Dropped()), proof=proof)
+        step(model, x, y)
+        torch.manual_seed(rank)
+        model.zero_grad()
+        with refusal("head: .*differ between processes"):
+            step(model, x, y)
+        engine.detach()
     engine, _, _ = private(model := on_two(HeadNorm()))
     with refusal("^norm: .*differ between processes"):
         step(model, x, y)
@@ -347,3 +368,37 @@ def dropped_reductions(rank: int, edits: dict[str, Edit]) -> None:
             except (AssertionError, gramian.GramianError):
                 continue
         raise AssertionError(f"not seen: {name}")
+
+
+def resumed(layout: str, name: str, style: str) -> None:
+    """A run that is replayed from a state ends bit for bit where it ended before, and is spent once."""
+    case = CASES[name]
+    inputs, targets = case.data(8)
+    data = TensorDataset(inputs, targets.view(8, -1))
+
+    def begun() -> tuple[nn.Module, gramian.PrivacyEngine, SGD, Any]:
+        model = placed(layout, case.model(), name, style)[0]
+        return model, *private(model, 0.3, data=data, poisson_sampling=True, expected_batch=2.0, noise_multiplier=0.8)
+
+    def two_steps(model: nn.Module, engine: gramian.PrivacyEngine, optimizer: SGD, loader: Any) -> dict[str, Tensor]:
+        batches, last = iter(loader), engine.steps + 2
+        while engine.steps < last:
+            x, y = next(batches)
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+        return {key: local(p.detach()).clone() for key, p in model.named_parameters()}
+
+    first = begun()
+    two_steps(*first)
+    weights = {key: p.detach().clone() for key, p in first[0].state_dict().items()}
+    state = first[1].state_dict()
+    ended, spent = two_steps(*first), first[1].get_epsilon(1e-5)
+    first[1].detach()
+    again = begun()
+    again[0].load_state_dict(weights)
+    again[1].load_state_dict(state, replay=True)
+    for key, p in two_steps(*again).items():
+        assert torch.equal(p, ended[key]), key
+    assert again[1].get_epsilon(1e-5) == spent
+    again[1].detach()

@@ -58,6 +58,11 @@ def test_draws_of_a_tensor_parallel_group_are_those_of_one_process(rank: int) ->
     bodies.trained("tp", "gpt", "tables", noise=0.15, clip_function="adaptive", max_physical_batch=2)
 
 
+@distributed(world_size=2)
+def test_a_replayed_run_ends_where_it_ended(rank: int) -> None:
+    bodies.resumed("tp", "gpt", "tables")
+
+
 @pytest.mark.few_proofs(every=1)
 @distributed(world_size=2)
 def test_rows_are_proven_and_coupled_samples_refused(rank: int) -> None:
