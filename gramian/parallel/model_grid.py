@@ -99,13 +99,15 @@ def _sharded(root: nn.Module, sharded: list[tuple[str, Any]], device: torch.devi
                 f"module: {name} is placed as {placed} over a mesh of {own.ndim} dimensions; expected fully_shard along axis 0 "
                 "over one mesh for all parameters, of one dimension, replicate × shard, or data × tensor"
             )
+    everyone = mesh._get_root_mesh().size() if mesh.ndim == 1 else dist.get_world_size()
+    if mesh.size() != everyone:
+        raise GramianError(
+            f"module: is sharded over {mesh.size()} of {everyone} processes; expected a mesh of all of them, with "
+            "fully_shard over every data-parallel dimension"
+        )
     if mesh.ndim == 1:
         group = mesh.get_group()
         return ProcessGrid(dist.get_rank(group), mesh.size(), device, DataParallelKind.FSDP2, group=group)
-    if mesh.size() != dist.get_world_size():
-        raise GramianError(
-            f"module: is sharded over {mesh.size()} of {dist.get_world_size()} processes; expected a mesh of all of them"
-        )
     data_rank = None if tensor is None else mesh.get_local_rank(_names(mesh)[0])
     tensors = 1 if tensor is None else tensor.size
     kind = DataParallelKind.FSDP2

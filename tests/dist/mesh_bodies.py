@@ -351,6 +351,8 @@ def refused_on_four(rank: int) -> None:
         private(
             parallelize_module(CASES["mlp"].model(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         )
+    with refusal("^module: is sharded over 2 of 4 processes"):
+        private(fully_shard(CASES["mlp"].model(), mesh=mesh["dp"]))
     three = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tensor"))
     model = parallelize_module(
         CASES["mlp"].model(), three["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}

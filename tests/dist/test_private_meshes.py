@@ -3,7 +3,12 @@
 import itertools
 
 import pytest
+import torch
 
+from gramian.parallel.process_grid import DataParallelKind, ProcessGrid
+from gramian.verify import clipping_matrix
+from gramian.verify.checks import run_checks
+from gramian.verify.model_layouts import with_tensor_parallel
 from tests.dist import mesh_bodies as bodies
 from tests.kit.matrix import sample
 from tests.kit.mutations import Edit
@@ -103,6 +108,28 @@ BUGS = {
     ),
     "columns with the noise of rows": Edit("GradientSums._drawn", "noise.place(name, p.shape)", "0"),
 }
+
+
+def verified(rank: int, size: int, fsdp: bool) -> None:
+    """The checks of `gramian verify clipping --tp`, on a sample of its cases, pass on all processes."""
+    grid = with_tensor_parallel(ProcessGrid(rank, size, torch.device("cpu"), DataParallelKind.FSDP2), fsdp)
+    assert grid.label == ("FSDP2 over 2 × tensor parallel over 2" if fsdp else "tensor parallel over 2")
+    found = run_checks(clipping_matrix.plan(grid, ("mlp",), clipping_matrix.CASES[:1]), stop_at_crash=True)
+    assert len(found) == 7 - fsdp
+    for outcome in found:
+        assert not outcome.crash
+        assert max(one.error for one in outcome.comparisons) <= outcome.check.tolerance, outcome.check.title
+
+
+@distributed(world_size=2)
+def test_verify_clipping_of_tensor_parallel_linears(rank: int) -> None:
+    verified(rank, 2, fsdp=False)
+
+
+@pytest.mark.full
+@distributed(world_size=4)
+def test_verify_clipping_of_both(rank: int) -> None:
+    verified(rank, 4, fsdp=True)
 
 
 @distributed(world_size=2)
