@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 USAGES = {
     "kfac": "gramian verify kfac [--fsdp] [--tp] [--verbose] [--profile]",
-    "clipping": "gramian verify clipping [--fsdp] [--verbose] [--profile]",
+    "clipping": "gramian verify clipping [--fsdp] [--tp] [--verbose] [--profile]",
     "distill": "gramian verify distill [--fsdp] [--verbose]",
     "resume": "gramian verify resume [CONFIG.toml] [--fsdp] [--verbose]",
 }
 FOREIGN = {
     "kfac": ("config",),
-    "clipping": ("config", "tp"),
+    "clipping": ("config",),
     "distill": ("config", "tp", "profile"),
     "resume": ("tp", "profile"),
 }
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("config", nargs="?", metavar="CONFIG.toml", help="resume: config of the run that is killed, shortened")
     add("--verbose", action="store_true", help="a row for every layer and case")
     add("--fsdp", action="store_true", help="with fully_shard (FSDP2) in place of DDP")
-    add("--tp", action="store_true", help="kfac: with tensor-parallel linears; with --fsdp a 2-D mesh")
+    add("--tp", action="store_true", help="kfac and clipping: with tensor-parallel linears; with --fsdp a 2-D mesh")
     add("--profile", action="store_true", help="kfac: then measure time and memory of a small GPT; clipping: time the "
         "private steps of the checks")  # fmt: skip
 
@@ -118,11 +118,16 @@ def _clipping(arguments: argparse.Namespace) -> _Suite:
     from gramian.cli.verify_report import time_table
     from gramian.privacy.clipping.step_timing import Stopwatch
     from gramian.verify import clipping_matrix
+    from gramian.verify.model_layouts import with_tensor_parallel
 
     stopwatch = Stopwatch(on=True) if arguments.profile else None
+
+    def placed(grid: ProcessGrid) -> ProcessGrid:
+        return with_tensor_parallel(grid, arguments.fsdp) if arguments.tp else grid
+
     return _Suite(
-        lambda grid: clipping_matrix.plan(grid, stopwatch=stopwatch),
-        lambda grid: f"Clipping on {_machine(grid)} against a float64 loop of single samples on the CPU",
+        lambda grid: clipping_matrix.plan(placed(grid), stopwatch=stopwatch),
+        lambda grid: f"Clipping on {_machine(placed(grid))} against a float64 loop of single samples on the CPU",
         "Errors: norm of the difference over the norms of the clipped gradients that are added up, per parameter.",
         lambda grid, console: (
             []
@@ -176,10 +181,8 @@ def _verify(arguments: argparse.Namespace, suite: _Suite) -> int:
 def _machine(grid: ProcessGrid | None = None) -> str:
     import torch
 
-    from gramian.verify.model_layouts import layout_name
-
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
-    layout = layout_name(grid) if grid else ""
+    layout = grid.label if grid else ""
     return f"{device}, torch {torch.__version__},{f' {layout},' if layout else ''}"
 
 

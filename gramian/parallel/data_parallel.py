@@ -8,14 +8,18 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from gramian.parallel.process_grid import ddp_wrapper
 
 
 def reduce_to_shard(full: Tensor, like: DTensor) -> DTensor:
-    """Start one reduce-scatter that sums a tensor of a parameter's full shape over processes and shards it like the parameter.
+    """Start the reduction that sums a tensor of a parameter's full shape over processes and shards it like the parameter.
+
+    One reduce-scatter, or all-reduce where the parameter is replicated. Over two mesh dimensions the last one is reduced first:
+    of tensor parallelism, whose shards FSDP2 cut again, or the sharded one of HSDP.
 
     Args:
         full: this process's summand, in the parameter's full shape.
@@ -24,8 +28,20 @@ def reduce_to_shard(full: Tensor, like: DTensor) -> DTensor:
     Returns:
         The total as a DTensor whose local shard may still be in flight; pass it to `wait_for_shard` before use.
     """
-    partial = DTensor.from_local(full, like.device_mesh, [Partial()], run_check=False)
-    return partial.redistribute(like.device_mesh, like.placements, async_op=True)
+    mesh, names = like.device_mesh, like.device_mesh.mesh_dim_names
+    if mesh.ndim == 1:
+        partial = DTensor.from_local(full, mesh, [Partial()], run_check=False)
+        return partial.redistribute(mesh, like.placements, async_op=True)
+    assert names is not None  # `grid_of` requires them
+    part = full
+    for dim in (1, 0):
+        placed = like.placements[dim]
+        target = Shard(placed.dim) if isinstance(placed, _StridedShard) else placed
+        partial = DTensor.from_local(waited(part), mesh[names[dim]], [Partial()], run_check=False)
+        part = partial.redistribute(mesh[names[dim]], [target], async_op=True).to_local()
+    reduced = as_sharded(part, like)
+    assert isinstance(reduced, DTensor)
+    return reduced
 
 
 def wait_for_shard(shard: DTensor) -> DTensor:
@@ -68,7 +84,7 @@ class GatheredParameters:
         if not self._places:
             return list(tensors)
         now = [parameters[name] for parameters, name in self._places]
-        gathered = {_storage(p) for p in now if p is not None and not isinstance(p, DTensor)}
+        gathered = {_storage(local(p)) for p in now if p is not None}
         return [t.clone() if _storage(t) in gathered else t for t in tensors]
 
 
@@ -87,10 +103,16 @@ def unsharded_units(root: nn.Module) -> Iterator[None]:
 
 def local_rows(p: Tensor) -> tuple[int, int] | None:
     """(start, stop) of the rows of a sharded parameter that this process stores; None for a plain tensor (all rows)."""
-    if not isinstance(p, DTensor):
+    box = local_box(p)
+    return None if box is None else (box[0].start, box[0].stop)
+
+
+def local_box(p: Tensor) -> tuple[slice, ...] | None:
+    """The part of a sharded parameter that this process stores, as a slice of each axis; None for a plain or 0-dim tensor."""
+    if not isinstance(p, DTensor) or not p.dim():
         return None
     shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-    return (offset[0], offset[0] + shape[0]) if shape[0] else (0, 0)
+    return tuple(slice(start, start + size) if size else slice(0, 0) for start, size in zip(offset, shape, strict=True))
 
 
 def local(t: Tensor) -> Tensor:

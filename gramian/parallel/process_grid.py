@@ -1,7 +1,7 @@
 """The process grid: rank and size of the group of processes that train one model on different samples.
 
-`ProcessGrid` is made by `gramian.parallel.world.world` from torchrun's environment, or by `ProcessGrid.of` from the way a model
-is wrapped. Tensor parallelism has a process group of its own (`gramian.parallel.tensor_parallel`).
+`ProcessGrid` is made by `gramian.parallel.world.world` from torchrun's environment, or by `model_grid.grid_of` from the way a
+model is wrapped. Tensor parallelism has a process group of its own (`gramian.parallel.tensor_parallel`).
 """
 
 from collections.abc import Mapping
@@ -12,11 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
-
-from gramian.core.errors import GramianError
 
 
 class DataParallelKind(StrEnum):
@@ -28,6 +24,8 @@ class DataParallelKind(StrEnum):
     """Every process has all parameters, and gradients are all-reduced."""
     FSDP2 = "fsdp2"
     """Parameters, gradients and optimizer state are sharded along dimension 0."""
+    TENSOR = "tp"
+    """Layers are sharded over processes that see the same samples."""
 
 
 @dataclass(frozen=True)
@@ -43,39 +41,15 @@ class ProcessGrid:
     group: Any = None
     """The process group of all processes of the grid; None: the default one."""
 
-    @classmethod
-    def of(cls, model: nn.Module, root: nn.Module) -> "ProcessGrid":
-        """The grid that follows from the way a model is wrapped: in FSDP2, in DDP, or not at all (one process).
+    tensor: int = 1
+    """Number of processes that see the same samples, because they share tensor-parallel layers."""
+    data_rank: int | None = None
+    """Number of this process's group among those with other samples; None: `rank`, each process has samples of its own."""
 
-        Args:
-            model: the module as the user calls it, which may be wrapped in DDP and compiled.
-            root: the module inside these wrappers, whose parameters are read.
-
-        Raises:
-            GramianError: for parameters that are sharded, but not by `fully_shard` over one mesh dimension for all of them.
-        """
-        device = next((p.device for p in root.parameters()), torch.device("cpu"))
-        sharded = [(name, p) for name, p in root.named_parameters() if isinstance(p, DTensor)]
-        if sharded:
-            name, first = sharded[0]
-            if any(not isinstance(p, DTensor) or p.device_mesh != first.device_mesh for p in root.parameters()):
-                raise GramianError(
-                    "module: some parameters are sharded otherwise than the rest; expected fully_shard on the root"
-                )
-            if not any(isinstance(module, FSDPModule) for module in root.modules()):
-                raise GramianError(
-                    f"module: {name} is sharded, but not by fully_shard; expected FSDP2, DDP or one process"
-                )
-            if first.device_mesh.ndim != 1 or any(p.placements != (Shard(0),) for _, p in sharded):
-                raise GramianError(
-                    f"module: {name} is placed as {first.placements}; expected fully_shard over one mesh dimension"
-                )
-            kind, group = DataParallelKind.FSDP2, first.device_mesh.get_group()
-        elif (wrapper := ddp_wrapper(model)) is not None:
-            kind, group = DataParallelKind.DDP, wrapper.process_group
-        else:
-            return cls(device=device)
-        return cls(dist.get_rank(group), dist.get_world_size(group), device, kind, group=group)
+    @property
+    def data(self) -> tuple[int, int]:
+        """(number of this process, or of its tensor-parallel group, among those with other samples; how many these are)."""
+        return self.rank if self.data_rank is None else self.data_rank, self.size // self.tensor
 
     @property
     def uses_ddp(self) -> bool:
@@ -88,9 +62,22 @@ class ProcessGrid:
         return self.kind == DataParallelKind.FSDP2
 
     @property
+    def spreads(self) -> bool:
+        """True if layers are tensor parallel, so that several processes see the same samples."""
+        return self.tensor > 1 or self.kind == DataParallelKind.TENSOR
+
+    @property
+    def shards(self) -> bool:
+        """True if processes store different parts of the parameters."""
+        return self.kind in (DataParallelKind.FSDP2, DataParallelKind.TENSOR)
+
+    @property
     def label(self) -> str:
         """A short description such as "DDP over 4" (processes); "" for a single process."""
-        return "" if self.kind == DataParallelKind.SINGLE else f"{self.kind.upper()} over {self.size}"
+        if self.kind == DataParallelKind.SINGLE:
+            return ""
+        by_data = [] if self.kind == DataParallelKind.TENSOR else [f"{self.kind.upper()} over {self.data[1]}"]
+        return " × ".join([*by_data, f"tensor parallel over {self.tensor}"] if self.spreads else by_data)
 
     # ---- failures and waiting ----------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ one all-to-all. From then on the W processes are like data-parallel ones: nothin
 | a partial sum | an all-reduce, then a slice | 2·B·n·(W−1)/W |
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,9 @@ class TensorParallel:
         self.mesh = mesh
         self.exchange = Exchange(mesh.get_group(), device)
         self.rank, self.size = self.exchange.rank, self.exchange.size
+        self._noted: list[tuple[str, Tensor, float]] = []
+        """(layer, [projection, norm, and both of the output whose gradient it is], rounding relative to the norm) of tensors
+        that must be equal on all processes, of the backward under way."""
 
     @classmethod
     def of(cls, root: nn.Module) -> "TensorParallel | None":
@@ -129,26 +133,73 @@ class TensorParallel:
             )
         return [all_ranks.index(member) for member in members]
 
-    def require_same_inputs(self, first: Tensor) -> None:
+    def require_same_inputs(self, inputs: Sequence[Tensor]) -> None:
         """Raise on all processes if their batches differ, since sharded layers would mix unrelated samples. Collective.
 
-        Compared are the shape of the first input and a projection of its values, the latter to 10⁻³ of the input's norm.
+        Compared are the shapes of the tensors and a projection of their values, that of numbers with a fraction to ε^¾ of the
+        tensor's norm.
 
         Args:
-            first: the model's first input tensor.
+            inputs: all tensors that the model is given.
 
         Raises:
             GramianError: names the first process whose batch differs from that of process 0.
         """
-        flat = full_tensor(first).detach().double().flatten()
-        place = torch.arange(flat.numel(), device=flat.device, dtype=flat.dtype)
-        norm, projection = float(flat.norm()), float(flat @ torch.cos(0.37 * place))
-        reports = self.gather_messages([list(first.shape), projection])
-        for rank, (shape, other) in enumerate(reports):
-            if shape != reports[0][0] or not abs(other - reports[0][1]) <= 1e-3 * norm:
+        found = [_projection(full_tensor(t)) for t in inputs if not t.is_meta]
+        shapes = [[*t.shape] for t in inputs]
+        reports = self.gather_messages([shapes, torch.stack([p for p, _ in found]).tolist() if found else []])
+        for rank, (others, theirs) in enumerate(reports):
+            same = others == reports[0][0] and all(
+                abs(other[0] - first[0]) <= allowed * first[1]
+                for other, first, (_, allowed) in zip(theirs, reports[0][1], found, strict=True)
+            )
+            if not same:
                 raise GramianError(
                     f"model: process {rank} of a tensor-parallel group has other inputs than process 0; "
                     "expected the same batch on all processes of the group"
+                )
+
+    def note(self, layer: str, t: Tensor, of: Tensor | None = None) -> None:
+        """Remember a projection of a tensor that is plain or replicated, for `require_same_noted`. One pass over it.
+
+        `of`: the projection of an output whose gradient `t` is, and which need not be the same if the output is not.
+        """
+        if not isinstance(t, DTensor) or all(isinstance(placement, Replicate) for placement in t.placements):
+            found, rounding = _projection(full_tensor(t))
+            self._noted.append((layer, torch.cat([found, torch.zeros_like(found) if of is None else of]), rounding))
+
+    def note_gradient(self, output: Tensor) -> None:
+        """Let the backward note the gradient of an output of the model, on which labels of one process alone would show."""
+        if output.requires_grad and not isinstance(output, DTensor):
+            of, _ = _projection(waited(output))
+            output.register_hook(lambda gradient: self.note("", gradient, of))
+
+    def forget_noted(self) -> None:
+        """Drop what was noted: the backward broke off."""
+        self._noted.clear()
+
+    def require_same_noted(self) -> None:
+        """Raise on all processes if a tensor that was noted is not the same on all. One all-reduce.
+
+        Compared are projections, to ε^¾ of the tensor's norm.
+
+        Raises:
+            GramianError: naming the first layer whose tensors differ.
+        """
+        noted, self._noted = self._noted, []
+        if self.size == 1 or not noted:
+            return
+        found_N4 = torch.stack([found.to(noted[0][1].device) for _, found, _ in noted])
+        found_N4 = torch.where(found_N4.isfinite(), found_N4, 0.0)  # a sample that is not finite is left out
+        most_N4, least_N4 = self.exchange.largest(torch.cat([found_N4, -found_N4])).split(len(noted))
+        apart_N4, allowed_N = most_N4 + least_N4, torch.tensor([rounding for *_, rounding in noted]).to(most_N4)
+        differs_N = (apart_N4[:, 0] > allowed_N * most_N4[:, 1]) & (apart_N4[:, 2] <= allowed_N * most_N4[:, 3])
+        for (layer, *_), differs in zip(noted, differs_N.tolist(), strict=True):
+            if differs:
+                raise GramianError(
+                    f"{layer or 'model'}: its inputs or output gradients differ between processes of a tensor-parallel group, "
+                    "and it is not sharded; expected the same batch, labels, dropout and whole weights on all of them, and no "
+                    "whole layer on some of the features (one norm for every head)"
                 )
 
     # ---- tensors -----------------------------------------------------------------------------------------------------
@@ -187,6 +238,10 @@ class TensorParallel:
                 return self.exchange.to_samples(waited(t.to_local()), dim, widths, counts)
         return full_tensor(t)[mine.start * each : mine.stop * each]
 
+    def spreads(self, p: Tensor) -> bool:
+        """True if a parameter's placements have a part for this group: what each process sums of it is reduced with them."""
+        return isinstance(p, DTensor) and (p.device_mesh.ndim > 1 or p.device_mesh == self.mesh)
+
     def sum(self, t: Tensor) -> Tensor:
         """The elementwise sum of `t` over the tensor-parallel group; a new tensor unless the group has one process."""
         return t if self.size == 1 else self.exchange.sum(t)
@@ -194,6 +249,15 @@ class TensorParallel:
     def gather_messages(self, message: Any) -> list[Any]:
         """The messages (JSON values) of all processes of the tensor-parallel group, in the order of ranks. Collective."""
         return [message] if self.size == 1 else self.exchange.gather_messages(message)
+
+
+def _projection(t: Tensor) -> tuple[Tensor, float]:
+    """([projection of a tensor on cosines, its norm], the rounding error to allow for relative to the norm); float64."""
+    exact = torch.view_as_real(t) if t.is_complex() else t
+    flat = exact.detach().double().flatten()
+    place = torch.arange(flat.numel(), device=flat.device, dtype=flat.dtype)
+    rounding = torch.finfo(exact.dtype).eps ** 0.75 if exact.is_floating_point() else 0.0
+    return torch.stack([flat @ torch.cos(0.37 * place), flat.norm()]), rounding
 
 
 def _is_shard(placement: Any) -> bool:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from gramian.core.byte_amounts import format_bytes
 from gramian.core.errors import GramianError
 from gramian.curvature import KFACNaturalGradient
-from gramian.parallel.process_grid import ProcessGrid
+from gramian.parallel.model_grid import grid_of
 from gramian.privacy.accounting.ledger import Ledger
 from gramian.privacy.accounting.noise_search import find_noise_multiplier
 from gramian.privacy.audit.proof_log import ProofLog
@@ -116,7 +116,7 @@ class PrivacyEngine(PrivateBatches):
         Model and optimizer remain the user's own objects.
 
         Args:
-            module: the model, plain, compiled, in DDP or with `fully_shard`.
+            module: the model, plain, compiled, in DDP, with `fully_shard`, tensor parallel, or both.
             optimizer: the optimizer of the model. Clipping covers the trainable parameters in it.
             data_loader: this process's loader over the complete data set; Poisson sampling replaces its sampler.
             noise_multiplier: σ, the standard deviation of the noise divided by max_grad_norm; 0: no noise.
@@ -226,7 +226,7 @@ class PrivacyEngine(PrivateBatches):
                 raise GramianError(f"{field}: expected a number above 0, got {value!r}")
         if not isinstance(options.get("module"), nn.Module):
             raise GramianError(f"module: expected an nn.Module, got {type(options.get('module')).__name__}")
-        world_size = ProcessGrid.of(options["module"], unwrap(options["module"])).size
+        world_size = grid_of(options["module"], unwrap(options["module"])).data[1]
         if self.steps:
             raise GramianError(
                 "target_epsilon: the engine has spent some already; expected a new one, or noise_multiplier"
@@ -339,7 +339,8 @@ class PrivacyEngine(PrivateBatches):
     def last(self) -> ClippedBatch | None:
         """Gradient norms and clip factors of the last backward's samples. ε does not cover their publication.
 
-        None before the first backward and after `detach`.
+        Of a tensor-parallel model: of the samples that this process clips, a share of its group's. None before the first
+        backward and after `detach`.
         """
         return None if self._installed is None else self._installed.clipping.last
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gramian.core.errors import GramianError
-from gramian.parallel.process_grid import ProcessGrid
+from gramian.parallel.model_grid import grid_of
 from gramian.privacy.accounting.accountant import Accounting
 from gramian.privacy.accounting.epsilon import History, event_of, plain_run
 from gramian.privacy.accounting.ledger import Ledger
@@ -77,13 +77,13 @@ class OpacusNames:
         """Whether `make_private` would accept these, as far as can be seen without a batch; it says what it refuses."""
         try:
             root = unwrap(module)
-            grid = ProcessGrid.of(module, root)
+            grid = grid_of(module, root)
             stepped = torch.optim.SGD(root.parameters(), lr=0.0) if optimizer is None else innermost(optimizer)
             check_optimizer(module, stepped)
             trained_parameters(root, stepped)
             refuse_mixing(layers_with_sites(root))
             if data_loader is not None:
-                sampling_rate(data_loader, grid.size, None, None, poisson=True)
+                sampling_rate(data_loader, grid.data[1], None, None, poisson=True)
         except GramianError:
             return False
         return True

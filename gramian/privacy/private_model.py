@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from gramian.core.errors import GramianError
 from gramian.curvature import KFACNaturalGradient
 from gramian.parallel.data_parallel import ReducerOff, unsharded_units
-from gramian.parallel.process_grid import ProcessGrid
+from gramian.parallel.model_grid import grid_of, refuse_context_parallel
+from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.privacy.accounting.accountant import Kind
 from gramian.privacy.accounting.ledger import Ledger
 from gramian.privacy.audit.bypass import BypassDetector, OutsideParameters
@@ -28,7 +29,7 @@ from gramian.privacy.clipping.clip_factors import ClipFunction
 from gramian.privacy.clipping.clipping_rule import Clipping
 from gramian.privacy.clipping.gradient_sums import GradientSums
 from gramian.privacy.clipping.private_quantile import PrivateQuantile
-from gramian.privacy.clipping.refused_modules import layers_with_sites, refuse_mixing
+from gramian.privacy.clipping.refused_modules import layers_with_sites, refuse_mixing, refuse_with_tensor_parallel
 from gramian.privacy.clipping.single_sample_clipping import SingleSampleClipping
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.privacy.clipping.trained_parameters import trained_parameters
@@ -95,7 +96,14 @@ class PrivateModel:
         """The units of privacy, and those of the next forward's rows or tokens."""
         if self.root in _private:
             raise GramianError("module: is private already; expected one engine for each model")
-        self.parallel = ProcessGrid.of(module, self.root)
+        self.parallel = grid_of(module, self.root)
+        self.tensor_parallel = TensorParallel.of(self.root)
+        """The processes that see the same samples and clip a share of them each; None: there are none."""
+        if self.tensor_parallel is not None:
+            refuse_with_tensor_parallel(
+                module,
+                {"metric": metric, "unit_of": units, "noise": None if options.noise == "gaussian" else options.noise},
+            )
         if self.parallel.size == 1 and dist.is_initialized() and dist.get_world_size() > 1:
             warnings.warn(
                 "module: is not wrapped although there are several processes, so each trains, and accounts for, a model of its "
@@ -109,7 +117,7 @@ class PrivateModel:
                 'proof: is "off"; whose row is which is taken from shapes, and epsilon rests on that', stacklevel=3
             )
         self.rate = sampling_rate(
-            data_loader, self.parallel.size, expected_batch, sample_rate, bool(options.poisson_sampling), units
+            data_loader, self.parallel.data[1], expected_batch, sample_rate, bool(options.poisson_sampling), units
         )
         if not options.poisson_sampling:
             warnings.warn(
@@ -129,7 +137,7 @@ class PrivateModel:
             )
         self.records = population(
             data_loader,
-            self.parallel.size,
+            self.parallel.data[1],
             poisson=bool(options.poisson_sampling),
             rate_given=self.rate.given,
             units=units,
@@ -220,8 +228,8 @@ class PrivateModel:
             expected_batch=self.rate.expected_batch,
             next_draw=lambda: self._ledger.counter.released,
             on_piece=self._begin_piece,
-            rank=self.parallel.rank,
-            world_size=self.parallel.size,
+            rank=self.parallel.data[0],
+            world_size=self.parallel.data[1],
             max_physical_batch=self.options.max_physical_batch,
             max_draw=self.options.max_draw,
             groups=self.noise.groups(),
@@ -248,12 +256,14 @@ class PrivateModel:
         stack.callback(ReducerOff(self.module).restore)
         hub_of(self.root).private = True
         stack.callback(setattr, hub_of(self.root), "private", False)
-        self.sums = GradientSums(trained, self.parallel, self._tuning.overlap, self._stopwatch, options.loss_scale)
+        self.sums = GradientSums(
+            trained, self.parallel, self._tuning.overlap, self._stopwatch, options.loss_scale, self.tensor_parallel
+        )
         self.outside = OutsideParameters(self.root, trained, self._optimizer, lambda: self.sums.watch.on)
         stack.callback(self.outside.remove)
         single = options.max_physical_batch == 1 and options.clipping in ("auto", "keep")
         self.clipping: Clipping | SingleSampleClipping
-        if single and not self.parallel.uses_fsdp2:
+        if single and not self.parallel.shards:
             self.clipping = self._install_on_root(stack)
         else:
             self.clipping = self._install_taps(stack)
@@ -350,6 +360,7 @@ class PrivateModel:
                 "module: was wrapped in DistributedDataParallel after make_private, so each process would train by itself; "
                 "expected it wrapped before (accelerator.prepare(model) first)"
             )
+        refuse_context_parallel()
         proven = bool(hub_of(self.root).proof.proven)
         counted = self.step.progress.piece is not None or self.rate.expected_batch == 1
         refuse_ambiguous_batch(*inputs, known=proven or counted)

@@ -119,7 +119,9 @@ class Hub(TappedModel):
             )
         disagree = bool(self.listeners) and self.listeners[0].takes_shares != listener.takes_shares
         if disagree and TensorParallel.of(self.root_module) is not None:
-            raise GramianError("capture: K-FAC of a tensor-parallel model is under way; expected one capture at a time")
+            raise GramianError(
+                "capture: K-FAC or private training of a tensor-parallel model is under way; expected one capture at a time"
+            )
         self.tensor_parallel = TensorParallel.of(self.root_module) if listener.takes_shares else None
         self.install()
         self.listeners.append(listener)

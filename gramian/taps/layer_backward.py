@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from gramian.core.errors import GramianError
 from gramian.linalg.wide import exact_float32
+from gramian.parallel.tensor_parallel import full_tensor
 from gramian.taps.passes import SECOND_BACKWARD, Explained, Pass
 from gramian.taps.products.banks import MatrixSides
 from gramian.taps.records import LayerRecord
@@ -107,10 +108,16 @@ def _receive(
             saved, output_gradients, extra = site.arranged(saved, output_gradients, layouts, batch, extra)
     if model.tensor_parallel is not None:
         with tap.named_errors():
-            saved = [model.tensor_parallel.take(t, batch) for t in saved]
-            output_gradients = [model.tensor_parallel.take(t, batch) for t in output_gradients]
-        mine = model.tensor_parallel.share(batch)
-        batch = mine.stop - mine.start
+            if model.proof_run is not None:  # all samples on every process, so that all come to the same verdict
+                saved = [full_tensor(t) for t in saved]
+                output_gradients = [full_tensor(t) for t in output_gradients]
+            else:
+                for t in (*saved, *output_gradients) if model.rule.withholds else ():
+                    model.tensor_parallel.note(tap.name, t)
+                saved = [model.tensor_parallel.take(t, batch) for t in saved]
+                output_gradients = [model.tensor_parallel.take(t, batch) for t in output_gradients]
+                mine = model.tensor_parallel.share(batch)
+                batch = mine.stop - mine.start
     if model.gathered is not None:
         saved = model.gathered.copied(saved)  # listeners may store them until the backward is over
     with torch.autocast(device, enabled=False), exact_float32():  # whatever the user's backward runs in

@@ -218,7 +218,9 @@ def _refuse_tensor_parallel(model: TappedModel, tap: Tap, module: nn.Module, ten
     assert tap.site is not None
     layer = f"{tap.name or 'model'} ({type(module).__name__})"
     if distributed and model.tensor_parallel is None:
-        raise GramianError(f"{layer} is tensor parallel, which only K-FAC can look at; expected a layer that is whole")
+        raise GramianError(
+            f"{layer} is tensor parallel, which only K-FAC and private training can look at; expected a layer that is whole"
+        )
     if model.tensor_parallel is not None and not tap.site.compiles:
         raise GramianError(
             f"{layer} has no formula and must be run again sample by sample, which a tensor-parallel model cannot be; "

@@ -25,6 +25,7 @@ from gramian.taps.model.batch_free import refuse_escaped
 from gramian.taps.model.empty_batches import apart, with_a_row, without_a_row
 from gramian.taps.passes import in_backward
 from gramian.taps.proof.compiled_arguments import Written, apart_from_the_graph, read
+from gramian.taps.proof.model_outputs import output_tensors
 from gramian.taps.proof.row_proof import RowProof
 from gramian.taps.sites.site import first_tensor
 from gramian.taps.tap import Tap, next_key
@@ -76,8 +77,6 @@ class RootForward:
                 raise GramianError(
                     "model: its first tensor has no axes; expected the batch as first axis, or batch_size="
                 )
-            if model.tensor_parallel is not None:
-                model.tensor_parallel.require_same_inputs(first)
             if model.proof_run is None:
                 model.on_inputs((args, kwargs))
             model.blank = model.rule.withholds and not first.shape[0] and given is None
@@ -102,10 +101,12 @@ class RootForward:
         model, batch = self._model, self._samples_of(args, kwargs)
         if model.proof_run is not None or in_backward():
             return forward(args, kwargs)
+        sharded = isinstance(module, FSDPModule)
+        if not sharded or model.trusts_shapes:
+            self._require_same_inputs(args, kwargs)
         if model.units_in(batch) < 2 or model.trusts_shapes:
             model.layouts = {}
             return forward(args, kwargs)
-        sharded = isinstance(module, FSDPModule)
         if sharded:
             self._refuse_sharded_in_capture()
         return self._proof.guard(forward, args, kwargs, batch, proven_before=sharded)
@@ -122,6 +123,7 @@ class RootForward:
         listens = model.live and torch.is_grad_enabled() and model.proof_run is None and model.weights is None
         listens = listens and not model.trusts_shapes
         if listens and not in_backward() and module is model.root():
+            self._require_same_inputs(args, kwargs)
             self._proof.together(lambda a, k: module(*a, **k), args, kwargs, self._samples_of(args, kwargs))
 
     def begin_compiled(self, first: Tensor, read_arguments: Callable[[], Any]) -> int:
@@ -166,6 +168,9 @@ class RootForward:
         if model.batch_free:
             refuse_escaped(output, user_names.named_modules(module))
         self._leave(output)
+        if model.tensor_parallel is not None and model.rule.withholds and model.proof_run is None:
+            for y in output_tensors(output):
+                model.tensor_parallel.note_gradient(y)
         if model.blank:
             return without_a_row(output)
         return apart(output) if gathers_in_order(model, tap, module) else output
@@ -180,6 +185,11 @@ class RootForward:
         if model.passes.current.first:
             for tap in model.taps:
                 model.watch(tap)
+
+    def _require_same_inputs(self, args: Any, kwargs: Any) -> None:
+        if self._model.live and self._model.tensor_parallel is not None:
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self._model.tensor_parallel.require_same_inputs(tensors)
 
     def _samples_of(self, args: Any, kwargs: Any) -> int:
         if self._model.batch_size is not None:

@@ -191,9 +191,11 @@ class TappedModel:
 
     @property
     def trusts_shapes(self) -> bool:
-        """True if no row proof runs: in a tensor-parallel model, and in an FSDP2 model if no listener asks for a proof."""
+        """True if no row proof runs: none is asked for in an FSDP2 model, or by sample in a tensor-parallel one."""
+        if self.tensor_parallel is not None:
+            return not self.tells_samples_apart
         collective = any(one.proof != "off" and (one.per_sample or one.takes_shares) for one in self.listeners)
-        return self.tensor_parallel is not None or (isinstance(self.root(), FSDPModule) and not collective)
+        return isinstance(self.root(), FSDPModule) and not collective
 
     @property
     def tells_samples_apart(self) -> bool:

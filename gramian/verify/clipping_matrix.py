@@ -25,7 +25,7 @@ from gramian.privacy import PrivacyEngine
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.verify.checks import Comparison, VerifyCheck, relative_error
 from gramian.verify.clipping_subjects import SUBJECTS, ClippingSubject, loss_of, loss_terms
-from gramian.verify.model_layouts import gathered, spread
+from gramian.verify.model_layouts import GPT_LINEARS, gathered, spread
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 """{dtype: largest error} of per-sample norms, and of clipped sums relative to the sum of the norms that are added. In float32
@@ -36,6 +36,8 @@ ALGORITHMS = ("auto", "gram", "direct")
 REDUCTIONS: tuple[str | float, ...] = ("mean", "sum", 0.25)
 SAMPLES = (3, 1, 4, 2)
 """Number of samples of each process; further processes repeat the sequence."""
+LINEARS = {"mlp": {"0": "outputs", "2": "inputs"}, "gpt": GPT_LINEARS, "tied gpt": GPT_LINEARS}
+"""{model: {tensor-parallel linear layer: the side by which it is split, "outputs" or "inputs"}}."""
 EXPECTED_BATCH = 5.0
 """Expected batch size, by which a private step divides: not the number of samples of any process."""
 
@@ -83,8 +85,8 @@ class _Bench:
 
     @property
     def counts(self) -> list[int]:
-        """Number of samples of every process, by rank."""
-        return [SAMPLES[rank % len(SAMPLES)] for rank in range(self.grid.size)]
+        """Number of samples of every process, or tensor-parallel group, by its number."""
+        return [SAMPLES[rank % len(SAMPLES)] for rank in range(self.grid.data[1])]
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -99,8 +101,19 @@ class _Bench:
     @property
     def rows(self) -> slice:
         """Slice of this process's samples among those of all processes."""
-        start = sum(self.counts[: self.grid.rank])
-        return slice(start, start + self.counts[self.grid.rank])
+        number = self.grid.data[0]
+        start = sum(self.counts[:number])
+        return slice(start, start + self.counts[number])
+
+    @property
+    def share(self) -> slice:
+        """Slice of the samples in `rows` whose norms this process computes: all, or its share in a tensor-parallel group."""
+        (each, more), number = (
+            divmod(self.counts[self.grid.data[0]], self.grid.tensor),
+            self.grid.rank % self.grid.tensor,
+        )
+        start = number * each + min(number, more)
+        return slice(start, start + each + (number < more))
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """Inputs and labels of the samples of all processes, on this process's device."""
@@ -113,7 +126,9 @@ class _Bench:
 
         `options` are further arguments of `make_private`.
         """
-        model = spread(self.subject.model(self.dtype).to(self.grid.device), self.grid)
+        model = spread(
+            self.subject.model(self.dtype).to(self.grid.device), self.grid, LINEARS.get(self.subject.name, {})
+        )
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
         engine = PrivacyEngine(insecure_reproducible=True, seed=0)
         engine.stopwatch.on = self.stopwatch is not None
@@ -150,7 +165,7 @@ class _Bench:
                 engine.backward(loss) if case.mode == "two_pass" else loss.backward()
                 if engine.last is None:
                     raise RuntimeError("the backward left no norms")
-                norms = relative_error(engine.last.norms_B, want.norms_B[mine])
+                norms = relative_error(engine.last.norms_B, want.norms_B[mine][self.share])
                 optimizer.step()
                 yield from _compare(model, want, case.label)
             yield Comparison("norms", case.label, norms)
@@ -160,7 +175,11 @@ class _Bench:
         (x, y), mine = self.batch(), self.rows
         for mode, function in product(dict.fromkeys(case.mode for case in self.cases), ("per_layer", "automatic")):
             want = clip(self.gradients, self.limit, function)
-            with self.private(clipping=mode, clip_function=function) as (model, optimizer, engine):
+            with self.private(clipping=mode, clip_function=function, loss_reduction="sum") as (
+                model,
+                optimizer,
+                engine,
+            ):
                 engine.backward(loss_of(model, x[mine], y[mine]))
                 optimizer.step()
                 yield from _compare(model, want, f"{mode}, {function}")
@@ -185,8 +204,9 @@ class _Bench:
         """Compare a private step after several backwards, in one of which the last process has no samples."""
         want = clip(self.gradients, self.limit)
         (x, y), mine = self.batch(), self.rows
-        alone = self.grid.size == 1
-        cut = mine.start + 1 if alone or self.grid.rank < self.grid.size - 1 else mine.stop
+        number, count = self.grid.data
+        alone = count == 1
+        cut = mine.start + 1 if alone or number < count - 1 else mine.stop
         for mode in dict.fromkeys(case.mode for case in self.cases):
             with self.private(clipping=mode, loss_reduction="sum") as (model, optimizer, engine):
                 for part in (slice(mine.start, cut), slice(cut, mine.stop)):
@@ -248,14 +268,15 @@ def plan(
     found: list[VerifyCheck] = []
     for name in models:
         subject, check = SUBJECTS[name], partial(VerifyCheck, name)
-        if grid.uses_fsdp2 and not subject.shards:
+        if (grid.uses_fsdp2 and not subject.shards) or (grid.spreads and name not in LINEARS):
             continue
         benches = {dtype: _Bench(subject, dtype, grid, tuple(cases), stopwatch) for dtype in TOLERANCES}
         for dtype, bench in benches.items():
             found += [check(f"clipped sums, {str(dtype).removeprefix('torch.')}", TOLERANCES[dtype], bench.sums)]
         exact, tolerance = benches[torch.float64], TOLERANCES[torch.float64]
         found += [check("clipping functions", tolerance, exact.functions)]
-        found += [check("units of two samples", tolerance, exact.units)]
+        if not grid.spreads:
+            found += [check("units of two samples", tolerance, exact.units)]
         found += [check("several backwards", tolerance, exact.accumulated)]
         if not grid.uses_fsdp2:
             found += [check("single samples", tolerance, exact.single)]

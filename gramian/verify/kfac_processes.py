@@ -30,7 +30,7 @@ from gramian.verify.kfac_comparison import (
 from gramian.verify.kfac_matrix import DEVICES_FLOAT32, TOLERANCE
 from gramian.verify.kfac_reference import KFACReference
 from gramian.verify.kfac_subjects import SUBJECTS, KFACSubject, cross_entropy
-from gramian.verify.model_layouts import ModelLayout, gathered
+from gramian.verify.model_layouts import GPT_LINEARS, ModelLayout, gathered
 
 REDUCTIONS = ("gram", "gather", "dense")
 POWERS = {-1.0: "-1", -0.5: "-1/2"}
@@ -40,7 +40,7 @@ SUBSET = 2
 """Number of tokens that the check of token subsets selects: fewer than any model here has."""
 LINEARS: dict[str, dict[str, str]] = {
     "mlp": {"0": "outputs", "2": "inputs"},
-    "gpt": {"blocks.*.fc": "outputs", "blocks.*.mlp_out": "inputs"},
+    "gpt": GPT_LINEARS,
 }
 """{model: {tensor-parallel linear layer: the side by which it is split, "outputs" or "inputs"}}."""
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}

@@ -1,7 +1,7 @@
 """Placement of a model on the processes of a check, as a user would do it: DDP, FSDP2, tensor-parallel linears, or both."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
@@ -11,19 +11,29 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from gramian.parallel.process_grid import ProcessGrid
+from gramian.parallel.process_grid import DataParallelKind, ProcessGrid
+
+GPT_LINEARS = {"blocks.*.fc": "outputs", "blocks.*.mlp_out": "inputs"}
+"""Linear layers of the reference GPT that are tensor parallel in checks and profiles, and the side by which each is split."""
 
 
-def spread(model: nn.Module, grid: ProcessGrid) -> nn.Module:
-    """Wrap a model for all processes, each with its own samples: DDP, or `fully_shard` on the blocks and then on the root."""
+def with_tensor_parallel(grid: ProcessGrid, fsdp: bool) -> ProcessGrid:
+    """The grid of the same processes with tensor-parallel layers, beside FSDP2 if `fsdp`; see `ModelLayout`."""
+    layout = ModelLayout(grid, fsdp, tensor_parallel=True)
+    kind = DataParallelKind.FSDP2 if fsdp else DataParallelKind.TENSOR
+    return replace(grid, kind=kind, tensor=layout.tensor, data_rank=layout.rank)
+
+
+def spread(model: nn.Module, grid: ProcessGrid, linears: Mapping[str, str] = GPT_LINEARS) -> nn.Module:
+    """Place a model on all processes: in DDP, with `fully_shard` on the blocks and then on the root, or tensor parallel.
+
+    `linears`: the layers that are, {name or pattern: "outputs" or "inputs", the side that is split}.
+    """
+    if grid.spreads:
+        return ModelLayout(grid, grid.uses_fsdp2, tensor_parallel=True).place(model, linears)
     if grid.uses_ddp:
         return DistributedDataParallel(model)
     return _sharded(model) if grid.uses_fsdp2 else model
-
-
-def layout_name(grid: ProcessGrid) -> str:
-    """Text for how `spread` places a model: "DDP over 2", "FSDP2 over 2", or empty on one process without FSDP2."""
-    return {"one": "", "ddp": f"DDP over {grid.size}", "fsdp2": f"FSDP2 over {grid.size}"}[grid.kind]
 
 
 def gathered(t: Tensor) -> Tensor:

@@ -363,14 +363,6 @@ def test_a_model_that_is_sharded_in_part_is_refused(rank: int) -> None:
         bodies.make_private(problem("mlp", 4, torch.float32), model)
 
 
-@distributed(world_size=2)
-def test_a_mesh_of_two_dimensions_is_refused(rank: int) -> None:
-    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    model = fully_shard(problem("mlp", 4).model(), mesh=mesh)
-    with refusal("one mesh dimension"):
-        bodies.make_private(problem("mlp", 4), model)
-
-
 # ---- noise, draws and runs ---------------------------------------------------------------------------------------------
 
 

@@ -183,7 +183,7 @@ def test_a_tensor_parallel_model_trusts_shapes_and_its_record_says_so(rank: int)
         tp_bodies.refresh(kfac, model, case.data(3), [0, 1, 2])
         records.append(kfac.record()["shared_rows"])
     assert records == ["proven", "taken from shapes, as the model is tensor parallel"]
-    with refusal("is tensor parallel, which only K-FAC can look at"), gramian.per_sample_norms(model):
+    with refusal("is tensor parallel, which only K-FAC and private"), gramian.per_sample_norms(model):
         model(case.data(3)[0]).sum().backward()
 
 

@@ -71,8 +71,8 @@ def test_the_sample_holds_every_option():
         (["resume", "--profile"], ["--profile", "not for verify resume", "expected gramian verify resume"]),
         (["kfac", "run.toml"], ["CONFIG", "'run.toml'", "not for verify kfac"]),
         (
-            ["clipping", "--tp"],
-            ["--tp", "not for verify clipping", "expected gramian verify clipping [--fsdp] [--verbose]"],
+            ["resume", "--tp"],
+            ["--tp", "not for verify resume", "expected gramian verify resume [CONFIG.toml] [--fsdp] [--verbose]"],
         ),
         (["clipping", "run.toml"], ["CONFIG", "'run.toml'", "not for verify clipping"]),
         (["kfac", "--verbos"], ["--verbos", "expected", "--verbose"]),

@@ -14,12 +14,12 @@ from gramian.cli.profile.profile_sizes import SIZES
 FOREIGN = {
     "clipping": ("compile", "reduce", "offload"),
     "kfac": ("mode", "algorithm", "iterations", "out", "compile"),
-    "train": ("seq_lengths", "batch_size", *SIZES, "fsdp", "mode", "algorithm", "out", "reduce", "offload"),
+    "train": ("seq_lengths", "batch_size", *SIZES, "fsdp", "tp", "mode", "algorithm", "out", "reduce", "offload"),
 }
 """{target: names of the arguments of `gramian profile` that belong to other targets only}."""
 _SIZES = (
     "[CONFIG.toml [section.key=value ...]] [--seq-lengths T ...] [--batch-size B] [--layers L] [--width W] [--vocabulary V] "
-    "[--cpu] [--fsdp]"
+    "[--cpu] [--fsdp] [--tp]"
 )
 USAGES = {
     "clipping": f"gramian profile clipping {_SIZES} [--mode auto|bookkeeping|keep|two_pass] "
@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--vocabulary", type=positive_integer, metavar="V", help="token ids")
     add("--cpu", action="store_true", help="stay on the CPU if there is a GPU")
     add("--fsdp", action="store_true", help="clipping and kfac under torchrun: FSDP2 in place of DDP")
+    add("--tp", action="store_true", help="the same: with tensor-parallel linears; with --fsdp a 2-D mesh")
     add("--json", type=Path, metavar="FILE", help="write the numbers to this file")
     clipping = parser.add_argument_group("clipping", "GRAMIAN_PROFILE=1 times any private run of yours")
     clipping.add_argument("--mode", metavar="M", help="auto (default), bookkeeping, keep or two_pass")

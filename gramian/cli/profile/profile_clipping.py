@@ -20,7 +20,7 @@ from gramian.cli.profile.profile_output import (
     read_iterations,
     with_spread,
 )
-from gramian.cli.profile.profile_sizes import measure_lengths, read_sizes
+from gramian.cli.profile.profile_sizes import measure_lengths, profile_world, read_sizes
 from gramian.cli.terminal import make_table, progress_bar
 from gramian.core.errors import GramianError
 
@@ -50,14 +50,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from gramian.parallel.world import world
     from gramian.verify.profiles import clipping_profile
 
     cuda = torch.cuda.is_available() and not arguments.cpu
     sizes = read_sizes(arguments, ON_CUDA if cuda else ON_CPU)
     numbers_file, picture_file = (Path(arguments.out or OUT, f"clipping.{suffix}") for suffix in ("json", "svg"))
     console = open_console(("--out", numbers_file), ("--out", picture_file), ("--json", arguments.json))
-    with world(sizes.cpu, arguments.fsdp) as grid:
+    with profile_world(sizes, arguments) as grid:
         profiles, failure = measure_lengths(
             sizes.seq_lengths,
             grid,

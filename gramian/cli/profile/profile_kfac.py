@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gramian.cli.profile.profile_output import megabytes, open_console, place_name, publish, read_choice
-from gramian.cli.profile.profile_sizes import ProfileSizes, measure_lengths, read_sizes
+from gramian.cli.profile.profile_sizes import ProfileSizes, measure_lengths, profile_world, read_sizes
 from gramian.cli.terminal import add_group, make_table, progress_bar
 from gramian.core.errors import GramianError
 
@@ -24,11 +24,9 @@ REDUCTIONS = ("gram", "gather", "dense", "none")
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure K-FAC at every sequence length, print the tables and write the numbers. Returns the exit code."""
-    from gramian.parallel.world import world
-
     reduce, sizes = read_choice(arguments, "reduce", REDUCTIONS), read_sizes(arguments, DEFAULTS)
     console = open_console(("--json", arguments.json))
-    with world(sizes.cpu, arguments.fsdp) as grid:
+    with profile_world(sizes, arguments) as grid:
         if arguments.offload and grid.device.type == "cpu":
             raise GramianError("argument --offload: the model is on the CPU, and so are its factors; expected a GPU")
         profiles, failure = measure(sizes, grid, console, reduce, arguments.offload)

@@ -75,13 +75,11 @@ def place_name(grid: ProcessGrid, on_cuda: str = "") -> str:
     """Text for a title: the device and the layout of processes; `on_cuda` is appended to the name of a GPU."""
     import torch
 
-    from gramian.verify.model_layouts import layout_name
-
     threads = torch.get_num_threads()
     device = f"CPU, {threads} thread{'s' * (threads != 1)}"
     if grid.device.type == "cuda":
         device = f"{torch.cuda.get_device_name(grid.device)}{on_cuda}"
-    return ", ".join(part for part in (device, layout_name(grid)) if part)
+    return ", ".join(part for part in (device, grid.label) if part)
 
 
 def machine_facts(grid: ProcessGrid) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -54,6 +54,8 @@ def read_sizes(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> Pr
         except GramianError as problem:
             raise GramianError(f"argument --{problem}") from None
         return ProfileSizes(model, lengths, chosen["batch_size"], arguments.cpu)
+    if arguments.tp:
+        raise GramianError("argument --tp: spreads linears of the reference GPT; expected it without CONFIG.toml")
     for name in SIZES:
         if name in given:
             raise GramianError(f"argument --{name}: is for the reference GPT; expected it without CONFIG.toml")
@@ -63,6 +65,16 @@ def read_sizes(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> Pr
     batch_size = given.get("batch_size", config.data.batch)
     cpu = arguments.cpu or config.run.device == "cpu"
     return ProfileSizes(model_of_config(config, lengths[-1]), lengths, batch_size, cpu)
+
+
+@contextmanager
+def profile_world(sizes: ProfileSizes, arguments: argparse.Namespace) -> Iterator[ProcessGrid]:
+    """Context manager that starts the process group of torchrun, or of one process, and yields the grid of --fsdp and --tp."""
+    from gramian.parallel.world import world
+    from gramian.verify.model_layouts import with_tensor_parallel
+
+    with world(sizes.cpu, arguments.fsdp or arguments.tp) as grid:
+        yield with_tensor_parallel(grid, arguments.fsdp) if arguments.tp else grid
 
 
 def measure_lengths(

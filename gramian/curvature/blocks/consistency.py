@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block_specs import LAYOUTS, Spec
 from gramian.parallel.data_parallel import reshard
-from gramian.parallel.process_grid import ProcessGrid
+from gramian.parallel.model_grid import grid_of
 from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.taps.hub import hub_of
 from gramian.taps.model.user_names import named_parameters, unwrap
@@ -108,7 +108,12 @@ def group_of(model: nn.Module, root: nn.Module, given: Any) -> Any:
     """
     reshard(root)
     if TensorParallel.of(root) is None:
-        wrapped = ProcessGrid.of(model, root)
+        wrapped = grid_of(model, root)
+        for name, p in root.named_parameters():
+            if isinstance(p, DTensor) and p.device_mesh.ndim > 1:
+                raise GramianError(
+                    f"module: {name} is placed as {p.placements}; expected fully_shard over one mesh dimension"
+                )
         return wrapped.group if given is None else given
     meshes = [p.device_mesh for p in root.parameters() if isinstance(p, DTensor) and p.device_mesh.ndim > 1]
     if given is None and meshes and meshes[0].size() != world_size(None):

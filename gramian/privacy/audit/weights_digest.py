@@ -61,7 +61,7 @@ def weight_digest(
         for j, words in enumerate(_words(t).split(CHUNK)):
             part = (words.to(torch.int64) * keys[t.device][: len(words)]).sum() * (digest((identity, j)) | 1)
             total += part.to(device, non_blocking=True)
-    sharded = parallel.uses_fsdp2
+    sharded = parallel.shards
     return torch.stack([torch.full_like(total, parallel.size), torch.full_like(total, sharded * parallel.rank), total])
 
 

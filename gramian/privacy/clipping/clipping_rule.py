@@ -40,7 +40,7 @@ class Clipping:
     withholds = True
     per_sample = True
     batch_size: int | None = None
-    takes_shares = False
+    takes_shares = True
     only: frozenset[str] | None = None
     statistics = ()
     sample_ids: Tensor | None = None
@@ -90,6 +90,8 @@ class Clipping:
         algorithm = options.norm_algorithm if adaptive else "direct"
         self.planner = ClippingPlanner(self._trained, options.clipping, algorithm, options.budget)
         self._works: dict[int, ClippingWork] = {}
+        self._batches: dict[int, int] = {}
+        """{number of a recent pass: rows of its batch}, of which a tensor-parallel model's processes each clip a share."""
         self._placeholders: set[int] = set()
         """Numbers of the passes whose batch has no samples, and which run on a row of zeros."""
         self._leaf = torch.autograd.graph.get_gradient_edge(hub.probe).node
@@ -148,8 +150,18 @@ class Clipping:
             )
         factor = {"mean": float(batch), "sum": 1.0}[reduction] if isinstance(reduction, str) else 1.0 / reduction
         self.planner.begin(number, batch)
+        self._batches = {n: rows for n, rows in self._batches.items() if n > number - REMEMBERED} | {number: batch}
         recent = {n for n in self._placeholders if n > number - REMEMBERED}
         self._placeholders = recent | ({number} if self._hub.blank else set())
+        shares = self._hub.tensor_parallel
+        if shares is not None:
+            if units is not None:
+                raise GramianError(
+                    "ids: group rows or tokens into units, and processes of a tensor-parallel model divide rows among them; "
+                    "expected each row as a unit"
+                )
+            mine = shares.share(batch)
+            batch = mine.stop - mine.start
         return PassInfo(number, batch, units, None, None, factor, self._options.loss_scale)
 
     def layer(self, record: LayerRecord) -> None:
@@ -179,6 +191,8 @@ class Clipping:
     def failed_pass(self, info: PassInfo) -> None:
         """Drop the state of a backward that broke off: no gradient of it was written."""
         self._works.pop(info.number, None)
+        if self._hub.tensor_parallel is not None:
+            self._hub.tensor_parallel.forget_noted()
 
     def parameter(self, record: ParameterRecord) -> None:
         """Add one parameter's per-sample squared norms, all uses joined, and save the tensors that its clipped sum needs."""
@@ -215,9 +229,10 @@ class Clipping:
                 "backward: goes through two forwards of the model, so a sample's gradient would be clipped in two parts; "
                 "expected one forward for each backward (rows of one sample next to each other in one batch)"
             )
+        batch = self._batches.get(info.number, info.batch)
         work = self._works[info.number] = ClippingWork(
             info,
-            self.planner.take(info.number, info.batch),
+            self.planner.take(info.number, batch),
             self._trained,
             self._clip,
             self._stopwatch,
@@ -232,7 +247,7 @@ class Clipping:
         if not work.ignored:
             self._refuse_over_budget(work)
             units = info.units
-            self.on_begin(0 if work.placeholder else info.batch, None if units is None else units.count - units.padded)
+            self.on_begin(0 if work.placeholder else batch, None if units is None else units.count - units.padded)
         return work
 
     def _refuse_over_budget(self, work: ClippingWork) -> None:
@@ -263,6 +278,12 @@ class Clipping:
     def end_of_pass(self, info: PassInfo) -> None:
         """End a backward: compute the clipped sums and pass them to the receiver; after the first of two, only the factors."""
         work = self._open(info)
+        if self._hub.tensor_parallel is not None:
+            try:
+                self._hub.tensor_parallel.require_same_noted()
+            except GramianError:
+                del self._works[info.number]
+                raise
         if work.ignored:
             del self._works[info.number]
         elif work.factors is not None:

@@ -17,8 +17,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
 from gramian.linalg.wide import wide
-from gramian.parallel.data_parallel import as_sharded, local, local_rows, reduce_to_shard, wait_for_shard
+from gramian.parallel.data_parallel import as_sharded, local, local_box, reduce_to_shard, wait_for_shard
 from gramian.parallel.process_grid import ProcessGrid
+from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.privacy.audit.change_detection import ChangeDetector
 from gramian.privacy.clipping.deferred_read import read_later
 from gramian.privacy.clipping.loss_scaling import Scaling
@@ -52,11 +53,13 @@ class GradientSums:
         overlap: bool,
         stopwatch: Stopwatch,
         loss_scale: "float | torch.amp.GradScaler" = 1.0,
+        tensor_parallel: TensorParallel | None = None,
     ) -> None:
         """Begin without sums of the parameters in `trained`.
 
         `overlap`: reduce one parameter's sum over processes while the next is computed. `loss_scale`: factor of the loss, or
-        its `GradScaler`.
+        its `GradScaler`. `tensor_parallel`: the processes that each sum a share of the samples they all see; None: there are
+        none.
         """
         self.trained, self._parallel, self._overlap, self._stopwatch = dict(trained), parallel, overlap, stopwatch
         self.moved: dict[str, Tensor] = {}
@@ -71,23 +74,28 @@ class GradientSums:
         """Function that reads which weights changed between the end of the last backward and the beginning of this one."""
         self._loss_scale = loss_scale
         self._arriving: deque[tuple[str, DTensor]] = deque()
-        self._rows: dict[str, tuple[int, int] | None] = {}
-        """{parameter: the rows of dim 0 that this process stores; None: all}."""
+        self._boxes: dict[str, tuple[slice, ...] | None] = {}
+        """{parameter: what this process stores of it, a slice of each axis; None: all}."""
+        self._tensor_parallel = tensor_parallel
 
     # ---- backward --------------------------------------------------------------------------------------------------
 
     def receive(self, name: str, total: Tensor | None) -> None:
         """Add a parameter's clipped sum to `p.grad`; None: it got no gradient.
 
-        Under FSDP2 this is a collective, which every process calls for every parameter in the same order.
+        Under FSDP2 and with tensor parallelism this is a collective, which every process calls for every parameter in the same
+        order.
         """
-        p = self.trained[name]
+        p, shares = self.trained[name], self._tensor_parallel
+        if total is None and (shares is not None or isinstance(p, DTensor)):
+            total = torch.zeros(p.shape, dtype=wide_dtype(p), device=p.device)
+        if shares is not None and total is not None and not shares.spreads(p):
+            total = shares.sum(total)
         if not isinstance(p, DTensor):
             if total is not None:
                 self._add(name, total)
             return
-        if total is None:
-            total = torch.zeros(p.shape, dtype=wide_dtype(p), device=p.device)
+        assert total is not None
         with self._stopwatch.time("communication", name, "reduce-scatter", nbytes=float(total.nbytes), cuda=p.is_cuda):
             self._arriving.append((name, reduce_to_shard(total, p)))
         while len(self._arriving) > (IN_FLIGHT if self._overlap else 0):
@@ -265,9 +273,17 @@ class GradientSums:
             if name not in ready:
                 drawn = {other: self._drawn(noise, other, noise_std, number) for other in blocks[name].spec.parameters}
                 ready.update(blocks[name].coloured(drawn))
-            rows = self._rows_of(name)
+            box = self._box_of(name)
             whole = ready.pop(name)
-            return (whole if rows is None else whole[slice(*rows)]).to(total.device)
+            return (whole if box is None else whole[box]).to(total.device)
+
+        def drawn_whole(name: str, total: Tensor) -> Tensor:
+            """This process's columns of the noise of a parameter, whose place in the key stream is not contiguous."""
+            return (
+                coloured(name, total)
+                if name in blocks
+                else self._drawn(noise, name, noise_std, number)[self._box_of(name)]
+            )
 
         def finish(some: list[tuple[str, Tensor, Any]]) -> None:
             totals = []
@@ -285,10 +301,10 @@ class GradientSums:
                 ]
                 plain, done = [], []
                 for (name, *_), target, total in zip(some, targets, totals, strict=True):
-                    if std > 0 and name not in blocks:
+                    if std > 0 and name not in blocks and not self._cuts_rows(name):
                         plain.append((target, total, self._place(noise, name, total)))
                     else:
-                        done.append((target, total if std == 0 else wide(total) + coloured(name, total)))
+                        done.append((target, total if std == 0 else wide(total) + drawn_whole(name, total)))
                 if plain:
                     into, sums, places = zip(*plain, strict=True)
                     noise.add_noise_to(into, sums, places, noise_std, number, 1 / expected_batch)
@@ -323,12 +339,20 @@ class GradientSums:
 
     def _place(self, noise: NoisePlan | CorrelatedNoise, name: str, total: Tensor) -> int:
         """Place in the key stream of the first element that this process stores of a parameter."""
-        return noise.place(name, total.shape, self._rows_of(name))
+        box = self._box_of(name)
+        return noise.place(name, total.shape, None if box is None else box[0])
 
-    def _rows_of(self, name: str) -> tuple[int, int] | None:
-        if name not in self._rows:
-            self._rows[name] = local_rows(self.trained[name])
-        return self._rows[name]
+    def _box_of(self, name: str) -> tuple[slice, ...] | None:
+        if name not in self._boxes:
+            self._boxes[name] = local_box(self.trained[name])
+        return self._boxes[name]
+
+    def _cuts_rows(self, name: str) -> bool:
+        """True if this process stores some columns of a parameter, and not whole rows."""
+        box = self._box_of(name)
+        return box is not None and any(
+            part != slice(0, size) for part, size in zip(box[1:], self.trained[name].shape[1:], strict=True)
+        )
 
     def _drawn(self, noise: NoisePlan | CorrelatedNoise, name: str, std: float | Tensor, number: int) -> Tensor:
         """std · noise of release `number` for all of a parameter, whichever process stores it."""

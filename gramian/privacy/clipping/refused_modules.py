@@ -1,12 +1,12 @@
 """Modules that private training cannot run: they mix the samples of a batch, or store something of them in the forward."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from gramian.core.errors import GramianError
-from gramian.taps.model.user_names import named_modules
+from gramian.taps.model.user_names import is_compiled, named_modules
 from gramian.taps.sites import Site, site_for
 
 
@@ -28,3 +28,20 @@ def refuse_mixing(layers: Sequence[tuple[str, nn.Module, Site]]) -> None:
             )
         if reason is not None:
             raise GramianError(f"{name or 'model'} ({type(layer).__name__}) {reason}")
+
+
+NOT_SHARED = {
+    "metric": "whitens whole layers; expected metric=None",
+    "unit_of": "groups rows, which processes divide among them; expected unit_of=None",
+    "noise": 'is correlated, with buffers of whole rows; expected noise="gaussian"',
+}
+"""{option: why it cannot be used with a tensor-parallel model}."""
+
+
+def refuse_with_tensor_parallel(module: nn.Module, options: Mapping[str, object]) -> None:
+    """Raise a `GramianError` if a tensor-parallel model is compiled, or one of the `options` in `NOT_SHARED` is not None."""
+    for field, given in options.items():
+        if given is not None:
+            raise GramianError(f"{field}: {NOT_SHARED[field]} for a tensor-parallel model")
+    if any(is_compiled(inner) for inner in module.modules()):
+        raise GramianError("module: is tensor parallel and compiled; expected eager mode")

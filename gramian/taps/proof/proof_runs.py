@@ -13,8 +13,10 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
+from torch.distributed.tensor import DTensor
 
 from gramian.core.errors import GramianError
+from gramian.parallel.tensor_parallel import full_tensor
 from gramian.taps.model import user_names
 from gramian.taps.model.frozen_parameters import checksums_of, refuse_written
 from gramian.taps.model.preserve_state import InitialState
@@ -268,6 +270,7 @@ class ProofRuns:
         before = {id(t) for t in graph_tensors(self._root).values()}
         returned = output_tensors(self._execute(arguments))
         left = left_in_attributes(self._root, before, returned)
+        returned = [y.full_tensor() if isinstance(y, DTensor) else y for y in returned]
         self.returned = len(returned)
         self.titles = [f"output {i} of the model" for i in range(len(returned))]
         self.titles += [f"attribute {name} of the model" for name in left]
@@ -363,7 +366,8 @@ def _gradients(pairs: Sequence[tuple[Tensor, Tensor]], weights: dict[str, Tensor
     pairs = [(y, g) for y, g in pairs if y.requires_grad]
     if not pairs or not names:
         return dict.fromkeys(names)
-    return dict(zip(names, _grad(pairs, [weights[name] for name in names]), strict=True))
+    found = _grad(pairs, [weights[name] for name in names])
+    return {name: None if g is None else full_tensor(g) for name, g in zip(names, found, strict=True)}
 
 
 def _grad(pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:

@@ -184,7 +184,7 @@ class _Bench:
     def loader(self) -> DataLoader[Any]:
         """A data loader of 100 batches over all processes, so that the sample rate is 1 %."""
         batch_size = self.tokens.shape[1]
-        return DataLoader(TensorDataset(torch.zeros(100 * batch_size * self.where.size)), batch_size=batch_size)
+        return DataLoader(TensorDataset(torch.zeros(100 * batch_size * self.where.data[1])), batch_size=batch_size)
 
     def series(
         self, step: Callable[[], Seconds], count: int, watched_step: Callable[[], _Watched] | None = None

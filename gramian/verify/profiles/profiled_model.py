@@ -34,12 +34,12 @@ class ProfiledModel:
     """Kind and size of the model, for a JSON file."""
 
     def place(self, grid: ProcessGrid) -> nn.Module:
-        """Build the model on this process's device, wrapped by DDP or FSDP2 if there are several processes."""
+        """Build the model on this process's device, and place it on the processes, in DDP, FSDP2 or tensor parallel."""
         return spread(self.build().to(grid.device), grid)
 
     def batch(self, batch_size: int, length: int, grid: ProcessGrid) -> Tensor:
-        """Draw tokens and targets [2, batch_size, length], different ones on every process."""
-        generator = torch.Generator().manual_seed(grid.rank)
+        """Draw tokens and targets [2, batch_size, length], different ones on every process, or tensor-parallel group."""
+        generator = torch.Generator().manual_seed(grid.data[0])
         return torch.randint(self.vocabulary, (2, batch_size, length), generator=generator).to(grid.device)
 
 
