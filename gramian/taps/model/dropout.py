@@ -196,8 +196,8 @@ def with_zero_biases(weights: Sequence[Tensor], stacks: int) -> list[Tensor]:
     """The weights of a recurrent layer without biases as torch orders those of one with biases, which are zeros.
 
     Each of the `stacks` (layers times directions) has w_ih [G·H, I], w_hh [G·H, H or P], b_ih [G·H], b_hh [G·H] and, with
-    projections, w_hr [P, H] at the end. On a part of the buffer of a bidirectional layer without biases cuDNN computes other
-    numbers.
+    projections, w_hr [P, H] at the end. On a part of the weights of a bidirectional layer without biases cuDNN was
+    seen to compute other numbers.
     """
     each, found = len(weights) // stacks, list[Tensor]()
     for i in range(0, len(weights), each):
