@@ -599,7 +599,7 @@ MUTATIONS = (
         (
             Edit(
                 "batch_structure:structure_of",
-                "(_number(module), *_flags(module), *_hooks(module))",
+                "(_number(module), *_flags(module, known), *_hooks(module))",
                 "module.training",
             ),
         ),
@@ -607,7 +607,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a flag that is set later is covered",
-        (Edit("batch_structure:_flags", "type(value) is bool and", 'key == "training" and'),),
+        (Edit("batch_structure:_flags", "if flag is not None:", 'if name == "training":'),),
         test_python_state.test_a_flag_that_is_set_after_the_proof_is_proven_anew,
     ),
     Mutation(

@@ -9,6 +9,7 @@ pass (a forward and its backward) enter the graph as small CPU tensors, not as c
 one graph.
 """
 
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -180,7 +181,8 @@ def open_use(
     pass_ = model.passes.current
     assert pass_ is not None
     for name in tap.parameters.values() if parameters is None else parameters:
-        pass_.uses[name] = pass_.uses.get(name, 0) + 1
+        in_graphs_too = pass_.compiled and (model.users[name] > 1 or tap.traced_uses)  # which are not counted here
+        pass_.uses[name] = sys.maxsize if in_graphs_too else pass_.uses.get(name, 0) + 1
     if parameters is not None:
         return TapUse(model, tap, pass_, extra, inside_backward=False)
     layouts = model.layouts_of(tap)

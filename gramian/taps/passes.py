@@ -93,13 +93,16 @@ class Pass:
     tokens: int = 0
     """Memory address of the root's first tensor, whose first axis is the batch; 0 in a compiled graph."""
     uses: dict[str, int] = field(default_factory=dict)
-    """{parameter: number of uses in the forward}; its gradient is complete when `arrived` has as many entries."""
+    """{parameter: number of uses in the forward}; its gradient is complete when `arrived` has as many entries, or at the end of
+    the backward."""
     arrived: dict[str, list[tuple[str, PerSampleGradient]]] = field(default_factory=dict)
     """{parameter: (kind of layer, per-sample gradient) of each use that the backward has reached}."""
     delivered: set[str] = field(default_factory=set)
     closed: bool = False
     returned: bool = False
     """True once the root's forward is over; stays False for a compiled one."""
+    compiled: bool = False
+    """True if the root's forward is compiled. Layers in it that are not compiled themselves run between its graphs."""
     repeated: bool = False
     """True in the second of two backwards through this forward."""
     ordinals: dict[str, int] = field(default_factory=dict)

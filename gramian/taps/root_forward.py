@@ -137,7 +137,9 @@ class RootForward:
         self._model.layouts = {}
         if self._model.live and self._model.units_in(first.shape[0]) > 1:
             self._prove_compiled(first.shape[0], read_arguments)
-        return self._model.open_pass(first)
+        number = self._model.open_pass(first)
+        self._model.passes.get(number).compiled = True
+        return number
 
     def _prove_compiled(self, batch: int, read_arguments: Callable[[], Any]) -> None:
         root = self._model.root_module

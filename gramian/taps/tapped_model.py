@@ -288,6 +288,8 @@ class TappedModel:
             self.passes.settle()
             self.listeners[:], self._outside = listeners, []
             failure = self.proof_run.failure
+            if (opened := self.passes.current) is not None and opened is not current:
+                opened.closed = True  # of a run that failed, or of a forward alone: it gets no further backward
             self.passes.current, self.per_sample, self.batch, self.proof_run = current, per_sample, batch, None
             self.output_layer = output_layer
         if failure is not None:

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import gramian
-from gramian.taps.sites.dropout_masks import RecordedMasks
+from gramian.taps.sites.dropout_masks import RecordedMasks, RepeatedMasks
 from tests.kit.refusals import refused
 from tests.kit.toys import Toy
 from tests.taps.checks import assert_norms
-from tests.taps.test_dropout import LAYERS, SEED, B, D, T, norms_of, terms
+from tests.taps.test_dropout import LAYERS, SEED, B, D, T, norms_of, recurs, terms
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:RNN module weights")]
 
@@ -41,6 +41,26 @@ def test_norms_are_those_of_each_samples_own_mask(name):
     with gramian.per_sample_norms(model, loss_reduction="sum") as norms:
         terms(model, x).sum().backward()
     assert_norms(norms.values, norms_of(rows(model, x)), 1e-10)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_have_the_terms_of_a_cpu_with_the_same_masks(kind, both, bias):
+    """In a copy, in a capture, and on a CPU, which repeats the masks that the copy has drawn."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(D, D), recurs(kind, bidirectional=both, bias=bias)).double().cuda()
+    x = torch.randn(B, T, D, dtype=torch.float64, device="cuda")
+    with RecordedMasks() as drawn:
+        alone = terms(deepcopy(model), x)
+    with RepeatedMasks([mask.cpu() for mask in drawn.masks], torch.zeros(1, dtype=torch.long), 1) as repeated:
+        on_cpu = terms(deepcopy(model).cpu(), x.cpu())
+    repeated.refuse_unused()
+    with gramian.per_sample_norms(model, loss_reduction="sum"):
+        captured = terms(model, x)
+        captured.sum().backward()
+    torch.testing.assert_close(alone.cpu(), on_cpu, rtol=1e-10, atol=0)
+    torch.testing.assert_close(captured.detach(), alone.detach(), rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -38,6 +38,11 @@ def added(own: "Positions", x: Tensor) -> Tensor:
     return own.out(x + own.places(torch.arange(x.shape[1])))
 
 
+def out_of_a_stack(own: "Positions", x: Tensor) -> Tensor:
+    """As YOLOS: one row is that of the first of several layers, not of a sample."""
+    return own.out(x + own.places(torch.arange(x.shape[1])[None]).tanh()[0])
+
+
 def given_a_batch_axis(own: "Positions", x: Tensor) -> Tensor:
     return own.out(torch.cat([x, own.places(torch.arange(3)).expand(len(x), -1, -1)], 1))
 
@@ -73,7 +78,7 @@ def in_windows(own: "Positions", x: Tensor) -> Tensor:
 
 USES: list[Callable[["Positions", Tensor], Tensor]] = [
     bias_in_scores, bias_added_in_place, added, given_a_batch_axis, through_layers, in_an_einsum, under_dropout, checkpointed,
-    in_windows,
+    in_windows, out_of_a_stack,
 ]  # fmt: skip
 
 

@@ -302,6 +302,31 @@ def test_a_compiled_head_tied_to_an_embedding_that_runs_eagerly_is_exact() -> No
     assert norms.coverage["tokens.weight"].uses == 2
 
 
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_tied_weight_inside_a_layer_that_no_graph_has_is_exact(twice: bool) -> None:
+    """As the head of BERT, which adds a bias of its own and breaks the graph; `twice`: it also begins the model."""
+
+    class Head(nn.Module):
+        def __init__(self, weight: nn.Parameter) -> None:
+            super().__init__()
+            self.decoder, self.bias = nn.Linear(5, 5, bias=False), nn.Parameter(torch.randn(5))
+            self.decoder.weight = weight
+
+        def forward(self, h: Tensor) -> Tensor:
+            return self.decoder(h) * self.bias.cos()
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.head(net.first((net.head(x) if twice else x).tanh()).tanh())
+
+    first = nn.Linear(5, 5)
+    model, x = Toy(forward, first=first, head=Head(first.weight)).double(), torch.randn(3, 4, 5, dtype=torch.float64)
+    compiled = torch.compile(model, backend="aot_eager")
+    with gramian.per_sample_norms(compiled, loss_reduction="sum") as norms:
+        _squares(compiled, x).backward()
+    assert_norms(norms.values, loop_norms(model, _squares, (x,)))
+    assert norms.coverage["first.weight"].uses == 2 + twice
+
+
 @pytest.mark.full
 def test_a_layer_whose_number_of_uses_changes_from_graph_to_graph_is_exact() -> None:
     def repeated(net: Any, x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import gramian
 from gramian.oracles.clipped_sum import clip
 from gramian.privacy.clipping.clip_factors import SLACK
-from gramian.taps.model.dropout import WithoutDropout
+from gramian.taps.model.dropout import WithoutDropout, with_zero_biases
 from gramian.taps.sites.dropout_masks import RecordedMasks
 from tests.kit.matrix import FULL
 from tests.kit.refusals import refused
@@ -307,6 +307,37 @@ def test_masks_of_recomputed_layers_are_drawn_again(name: str, around: bool) -> 
 
 def recomputed(layer: nn.Module) -> Toy:
     return Toy(lambda net, x: checkpoint(net.layer, x, use_reentrant=False), layer=layer)
+
+
+RECURRENT: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "LSTM": (torch.lstm, nn.LSTM, {}),
+    "LSTM with projections": (torch.lstm, nn.LSTM, {"proj_size": 2}),
+    "GRU": (torch.gru, nn.GRU, {}),
+    "RNN": (torch.rnn_tanh, nn.RNN, {}),
+    "RNN, relu": (torch.rnn_relu, nn.RNN, {"nonlinearity": "relu"}),
+}
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_layers_with_zero_biases_are_those_without(name: str, both: bool) -> None:
+    torch.manual_seed(1)
+    func, kind, options = RECURRENT[name]
+    layer = kind(D, 4, 2, bias=False, batch_first=True, bidirectional=both, dtype=torch.float64, **options)
+    x, stacks = torch.randn(B, T, D, dtype=torch.float64), 2 * (1 + both)
+    states = [torch.randn(stacks, B, size, dtype=torch.float64) for size in (options.get("proj_size", 4), 4)]
+    begin = states if kind is nn.LSTM else states[0]
+    weights = layer._flat_weights
+    without = func(x, begin, weights, False, 2, 0.0, True, both, True)
+    zeros = with_zero_biases(weights, stacks)
+    found = func(x, begin, zeros, True, 2, 0.0, True, both, True)
+    for one, other in zip(found, without, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-15, atol=1e-15)
+    with_biases = kind(D, 4, 2, batch_first=True, bidirectional=both, **options)
+    assert [t.shape for t in zeros] == [t.shape for t in with_biases._flat_weights]
+    want = torch.autograd.grad(without[0].square().sum(), weights)
+    for one, other in zip(torch.autograd.grad(found[0].square().sum(), weights), want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
 def test_rrelu_in_a_checkpoint_inside_a_layer_that_runs_again_is_refused() -> None:

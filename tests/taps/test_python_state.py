@@ -1,5 +1,7 @@
 """What a model remembers in Python: a proof leaves no trace of it, and under privacy no batch depends on samples in it."""
 
+import copy
+import enum
 import functools
 import types
 from collections import Counter, OrderedDict, UserDict, deque
@@ -468,6 +470,68 @@ def test_a_flag_that_is_set_after_the_proof_is_proven_anew() -> None:
     model.mix = True
     with refusal("when other samples are replaced"):
         norms(model, x)
+
+
+class Turning(nn.Module):
+    """Has its samples on the axis that an attribute says; T is B, so that no shape shows which one it is."""
+
+    axis: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turns = self.axis in (1, 1.0, "turned", (1, 0), [1, 0], Turns.YES) or getattr(self.axis, "turned", 0) == 1
+        return torch.tanh(self.layer(x.transpose(0, int(turns)))).transpose(0, int(turns))
+
+
+class Turns(enum.Enum):
+    NO, YES = 0, 1
+
+
+TURNS: dict[str, tuple[Any, Any]] = {
+    "number": (0, 1),
+    "float": (0.0, 1.0),
+    "word": ("", "turned"),
+    "tuple": ((0, 1), (1, 0)),
+    "enumeration": (Turns.NO, Turns.YES),
+    "object": (types.SimpleNamespace(turned=0), types.SimpleNamespace(turned=1)),
+}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("kind", TURNS)
+def test_an_attribute_that_turns_a_model_of_as_many_tokens_as_samples_is_proven_anew(kind: str, first: int) -> None:
+    model, x = Turning().double(), torch.randn(5, 5, 4, dtype=torch.float64)
+    alone = torch.stack([norms(copy.deepcopy(model), row[None])[0] for row in x])
+    for value in (TURNS[kind][first], TURNS[kind][1 - first], TURNS[kind][first]):
+        model.axis = value
+        torch.testing.assert_close(norms(model, x), alone, rtol=1e-12, atol=0)
+    assert len(hub_of(model).proof.proven) == 2
+
+
+def test_a_list_that_is_changed_in_place_is_proven_anew() -> None:
+    model, x = Turning().double(), torch.randn(5, 5, 4, dtype=torch.float64)
+    model.axis = [0, 1]
+    before = norms(model, x)
+    model.axis.reverse()
+    torch.testing.assert_close(norms(model, x), before, rtol=1e-12, atol=0)
+
+
+def test_counters_rates_and_growing_lists_are_soon_one_structure() -> None:
+    def remember(model: Any, h: Tensor) -> None:
+        model.count, model.rate = model.count + 1, model.rate * 0.9
+        model.log.append(0.5)
+
+    model: Any = Remembering(remember)
+    model.count, model.rate, model.log = 0, 1.0, []
+    for _ in range(12):
+        norms(model, torch.randn(6, 4))
+    proven = len(hub_of(model).proof.proven)
+    for _ in range(12):
+        norms(model, torch.randn(6, 4))
+    assert len(hub_of(model).proof.proven) == proven == 10
 
 
 class Student(nn.Module):

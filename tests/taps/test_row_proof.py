@@ -329,17 +329,17 @@ def test_another_option_is_refused_by_name(bad: Any) -> None:
 
 def test_coupling_that_begins_later_is_found_by_a_repeated_run_and_marks_the_releases() -> None:
     class Later(Net):
-        coupled = 0.0
+        coupling = 10.0
 
         def forward(self, x: Tensor) -> Tensor:
             h = torch.tanh(self.first(x))
-            return self.last(h - h.mean(0) if self.coupled else h)
+            return self.last(h - h.mean(0) if self.coupling > 10 else h)
 
     torch.manual_seed(0)
     model, x = Later(), torch.randn(6, 4)
     engine, optimizer = private(model, x, proof=1)
     for step in range(4):
-        model.coupled = float(step == 3)
+        model.coupling = 10.0 + (step == 3)
         optimizer.zero_grad()
         if step == 3:
             with refusal("^last: the input of sample"):

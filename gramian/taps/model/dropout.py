@@ -176,6 +176,8 @@ def _recurrent(mode: DropoutMode, func: Any, *args: Any) -> Any:
         return func(*args[:5], 0.0, *args[6:])
     mode.rewritten("a recurrent layer with dropout")
     single = isinstance(states, Tensor)
+    if x.is_cuda and not has_biases:
+        weights, has_biases = with_zero_biases(weights, layers * (1 + bidirectional)), True
     directions, each, finals = 1 + bidirectional, len(weights) // layers, []
     for layer in range(layers):
         if layer:  # in the layout in which torch does it
@@ -188,6 +190,20 @@ def _recurrent(mode: DropoutMode, func: Any, *args: Any) -> Any:
         x, *final = func(x, begin, of_layer, has_biases, 1, 0.0, train, bidirectional, batch_first)
         finals.append(final)
     return x, *(torch.cat(parts) for parts in zip(*finals, strict=True))
+
+
+def with_zero_biases(weights: Sequence[Tensor], stacks: int) -> list[Tensor]:
+    """The weights of a recurrent layer without biases as torch orders those of one with biases, which are zeros.
+
+    Each of the `stacks` (layers times directions) has w_ih [G·H, I], w_hh [G·H, H or P], b_ih [G·H], b_hh [G·H] and, with
+    projections, w_hr [P, H] at the end. On a part of the weights of a bidirectional layer without biases cuDNN was
+    seen to compute other numbers.
+    """
+    each, found = len(weights) // stacks, list[Tensor]()
+    for i in range(0, len(weights), each):
+        zeros = weights[i].new_zeros(2, len(weights[i]))
+        found += [*weights[i : i + 2], *zeros, *weights[i + 2 : i + each]]
+    return found
 
 
 def _inside(mode: DropoutMode, func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,23 +1,33 @@
 """The structure of a batch: a row proof is stored under it, and covers all batches of the same structure.
 
 A proof holds for the code path that ran, so the structure has everything on which a forward may branch: nesting, names, dtypes,
-numbers of axes and flags of the arguments, the modules with their modes, boolean attributes and hooks, autocast, and which
+numbers of axes and flags of the arguments, the modules with their modes, plain attributes and hooks, autocast, and which
 parameters train. Sizes are no part of it, except where arguments have as many tokens as samples: no shape shows which is which.
 Batches in which samples differ in how many of their tokens count (labels other than
 −100, mask other than 0) are a structure of their own.
 """
 
+import enum
 import itertools
+import types
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.tapped_model import TappedModel
 from gramian.taps.units import Units
 
+AXES = frozenset(range(-4, 5))
+"""Numbers that are told apart in attributes: axes, and other small numbers on which code may branch."""
+WORDS = frozenset((bool, str, bytes, torch.dtype, torch.device))
+NUMBERS = frozenset((int, float))
+SCALARS = WORDS | NUMBERS
+CONTAINERS = frozenset((type(None), dict, OrderedDict, set, types.FunctionType, types.MethodType))
+"""Types of attributes that are passed over: those of the torch module itself first of all."""
 _numbers: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
 _count = itertools.count()
 
@@ -37,7 +47,10 @@ def structure_of(model: TappedModel, args: Any, kwargs: Any, batch: int) -> tupl
         if model.tells_samples_apart:
             found[-1].refuse_layouts()
     autocast = (torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"))
-    modules = tuple((_number(module), *_flags(module), *_hooks(module)) for module in model.root_module.modules())
+    known: dict[int, Any] = {}
+    modules = tuple(
+        (_number(module), *_flags(module, known), *_hooks(module)) for module in model.root_module.modules()
+    )
     private = model.rule.withholds  # proves more: the loader's own collation, buffers, inputs that are left alone
     alike = batch if model.tells_samples_apart and found[0].alike else 0
     key = (tuple(s.structure for s in found), modules, autocast, frozenset(model.parameters), private, alike)
@@ -49,9 +62,40 @@ def _number(module: nn.Module) -> int:
     return _numbers.setdefault(module, next(_count))
 
 
-def _flags(module: nn.Module) -> list[Any]:
-    """Boolean attributes of a module on which its forward may branch: `training` and the user's own."""
-    return [value for key, value in vars(module).items() if type(value) is bool and key != "_is_full_backward_hook"]
+def _flags(module: nn.Module, known: dict[int, Any]) -> list[Any]:
+    """Attributes of a module on which its forward may branch: plain values, and those of plain objects (`module.config`).
+
+    `known` {id of an object: its plain values}: modules share such objects. 3 µs for a module.
+    """
+    found = []
+    for name, value in vars(module).items():
+        kind = type(value)
+        if kind in CONTAINERS:
+            continue
+        flag = _flag(value, kind)
+        if flag is not None:
+            if name != "_is_full_backward_hook":
+                found.append(flag)
+        elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, Tensor):
+            if id(value) not in known:
+                flags = (_flag(one, type(one)) for one in vars(value).values())
+                known[id(value)] = tuple(flag for flag in flags if flag is not None)
+            found.append(known[id(value)])
+    return found
+
+
+def _flag(value: Any, kind: type) -> Any:
+    """A truth value, word, dtype, device or enumeration; a number of `AXES`, else its type; up to eight of these in a row.
+
+    None for any other value. A counter or a rate is a structure of its own only while it is a number that an axis can have.
+    """
+    if kind in WORDS:
+        return value
+    if kind in NUMBERS:
+        return value if value in AXES else kind
+    if kind is tuple or kind is list:
+        return tuple([_flag(one, type(one)) for one in value if type(one) in SCALARS]) if len(value) <= 8 else kind
+    return value if isinstance(value, enum.Enum) else None
 
 
 def _hooks(module: nn.Module) -> list[Any]:

@@ -236,8 +236,6 @@ class ProofRuns:
         recorder = Recorder(self._seed, self._samples.units, self._model.batch_size)
         with self._model.recorded_by(recorder) as run, blamed_on(run.expanded):
             reached = {id(p) for p in parameters_behind(self._results(self._samples.take(self.everyone)))}
-            if self._model.passes.current is not None:
-                self._model.passes.current.closed = True  # it gets no backward
         called = {name for name, _, _ in run.calls}
         taps = (tap.parameters.values() for tap in self._model.taps if tap.name in called)
         called |= {name for names in taps for name in names}
@@ -255,8 +253,6 @@ class ProofRuns:
         with suppress(Exception), self._model.recorded_by(Recorder(self._seed, None, None)) as run:
             run.expands = False
             self._results(self._samples.take(samples))
-            if self._model.passes.current is not None:
-                self._model.passes.current.closed = True  # it gets no backward
             return run.first_axes
         return {}
 

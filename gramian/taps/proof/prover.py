@@ -229,7 +229,9 @@ class Prover:
             alone = "rows that depend on one sample each, those of a sample next to each other and in the order of the batch"
             if self._units is not None and self._units.by_token:
                 alone = "tokens that depend on those of their own unit (a mask that hides documents from each other)"
-            raise Refuted(f"{change[0]} when other samples are replaced; expected {alone}{change[1]}")
+            copied = any(change[0].startswith(f"{layer}: ") for layer in self.runs.shared)
+            why = IndexError("the code behind it reads one of the copies of its row") if copied else None
+            raise Refuted(f"{change[0]} when other samples are replaced; expected {alone}{change[1]}") from why
 
     def _other_tokens(self, replaced: set[int]) -> Tensor:
         """Index of the token to put in each place [B, T]: a random other token of the batch for replaced units, else the same.

@@ -2,16 +2,18 @@
 
 A row is what a layer's input, output gradient or the model's output has for one sample. Rows must be equal bit for bit if two
 runs of the same batch are, and if layers have as many rows in both runs. Otherwise (mixtures of experts, ragged rows, atomic
-additions) they may differ by 4 times the difference of two runs of the same batch, or by 64 ε of the tensor's largest value
-(8 ε in half precision), whichever is larger. On a GPU, where atomic additions change a run now and then, each of two runs that
-differ is repeated up to `REPEATS` times before they are taken to be deterministic.
+additions, products of other shapes inside a layer) they may differ by 4 times the difference of two runs of the same batch, or
+by 64 ε of the tensor's largest value (8 ε in half precision), whichever is larger. On a GPU, where atomic additions change a
+run now and then, each of two runs that differ is repeated up to `REPEATS` times before they are taken to be deterministic.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from gramian.taps.audit import AGREES
 from gramian.taps.model.dropout import WithoutDropout
@@ -25,6 +27,8 @@ SOMETIMES = (
     "; or layers that every batch calls equally often (a full softmax in place of nn.AdaptiveLogSoftmaxWithLoss, which skips "
     "clusters without labels)"
 )
+BIT_FOR_BIT = -1.0
+"""The largest difference allowed between rows that must be equal."""
 REPEATS = 4
 """Maximum number of repetitions of each of two runs on a GPU; 1 elsewhere, of the first one."""
 Repeat = Callable[[], TappedRun]
@@ -47,6 +51,8 @@ class RowComparison:
         """Further runs of the samples in `order`, the first of which is made when rows first differ in a bit."""
         self._varies: set[str] = set()
         """Passes, "forward" or "backward", that were seen to differ between two runs of the same samples."""
+        self._sorts = False
+        """True if some operation was seen to have another number of rows once other samples were there."""
 
     @property
     def exact(self) -> bool:
@@ -92,6 +98,8 @@ class RowComparison:
             allowed = self._allowed(base, run, key, one, repeat) if relative is None else relative * one.largest
             numbers = one.finite()[here] | other.finite()[there]  # else neither row is finite
             off = ~equal & ~(apart <= allowed) & numbers
+            if bool(off.any()) and allowed == BIT_FOR_BIT and repeat is not None and self._sorts_rows(repeat):
+                off = ~equal & ~(apart <= self._allowed(base, run, key, one)) & numbers
             if bool(off.any()):
                 gradient = not isinstance(key, int) and base.sides[key] == "output gradient"
                 constant = gradient and _sees_no_sample(base, run, key)
@@ -213,12 +221,24 @@ class RowComparison:
         direction = "forward" if isinstance(key, int) or base.sides[key] == "input" else "backward"
         if direction not in self._varies and not self._deterministic(base, run, direction, repeat):
             self._varies.add(direction)
-        ragged = bool(base.recorder.ragged) or sorted(base.calls) != sorted(run.calls)
+        ragged = self._sorts or bool(base.recorder.ragged) or sorted(base.calls) != sorted(run.calls)
         if direction not in self._varies and not ragged:
-            return -1.0
+            return BIT_FOR_BIT
         repeats = [again.outputs[key] if isinstance(key, int) else again.rows.get(key) for again in self._repeats]
         between = max((float(one.moved(again).max()) for again in repeats if again is not None), default=0.0)
         return max(4 * between, relative_rounding(one.eps) * one.largest)
+
+    def _sorts_rows(self, repeat: Repeat) -> bool:
+        """Whether operations have other shapes with other samples, as in experts that a layer selects in its own code.
+
+        Two runs, before a proof would fail: one of the batch, and one of `repeat`.
+        """
+        with _Shapes() as here:
+            self._runs.tapped(self.order)
+        with _Shapes() as there:
+            repeat()
+        self._sorts = here.found != there.found
+        return self._sorts
 
     def _deterministic(self, base: TappedRun, run: TappedRun, direction: str, repeat: Repeat | None) -> bool:
         """Whether repetitions of `base`, and on a GPU of `run` too, are equal to them bit for bit in one direction."""
@@ -234,6 +254,20 @@ class RowComparison:
                 if not _same_bits(base, self._repeats[-1], direction):
                     return False
         return True
+
+
+class _Shapes(TorchFunctionMode):
+    """Torch function mode that stores the shapes of the tensors that functions of torch return, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[int, ...]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.found.append(tuple(result.shape))
+        return result
 
 
 def _same_bits(run: TappedRun, again: TappedRun, direction: str) -> bool:

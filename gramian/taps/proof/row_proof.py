@@ -202,7 +202,7 @@ class RowProof:
             self._on(samples[0], execute).layers.refuse_compiled()
         for layer in self.model.batch_free:
             raise GramianError(
-                f"{layer}: returns no batch axis, which no compiled graph can give it; expected eager mode"
+                f"{layer}: returns no batch axis, which no graph can give it; expected eager mode, or requires_grad_(False)"
             )
         for reason in self.proven[key].open_outputs.values() if key in self.proven else ():
             raise GramianError(

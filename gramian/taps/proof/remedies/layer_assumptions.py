@@ -75,7 +75,7 @@ class LayerAssumptions:
             free = model.batch_free = {}
             yield True
         while True:
-            known = model.layouts
+            known, refused = model.layouts, self.failure
             model.layouts = known if sums_only else self.layouts()
             if model.layouts != known:
                 yield True
@@ -89,6 +89,8 @@ class LayerAssumptions:
                 if without and without != model.batch_free:
                     model.batch_free = free | without
                     yield True
+            if not getattr(self.failure, "layer", ""):
+                self.failure = refused  # what failed with copies names none
             if not self._take_whole(sums_only):
                 return
             model.batch_free = free
