@@ -7,9 +7,9 @@ Opacus' PRV accountant asks for, and both libraries get it: sampling rate, steps
 factors from 512 texts of AG News, labels drawn from the model, with "automatic" clipping.
 
 Every method has four learning rates on seed 0, at every ε; the best on one half of the held-out lines runs with three more
-seeds, whose accuracy on the other half counts. The choice is not in ε. The split is of phrases, so that
-held-out ones may be of sentences that training phrases are of. Seconds are of training alone, without the warm-up of a first run, but with what
-the first batch costs (row proof, plan), which "seconds per later step", of the second half of a run, leaves out; both are null
+seeds, whose accuracy on the other half counts. The choice is not in ε. The split is of phrases, so that held-out ones may be of
+sentences that training phrases are of. Seconds are of training alone, without the warm-up of a first run, but with what the
+first batch costs (row proof, plan), which "seconds per later step", of the second half of a run, leaves out; both are null
 where other runs shared the GPU. Opacus runs by ghost clipping; "opacus hooks" (per-sample gradients, in pieces of 256) is only
 timed.
 

@@ -31,8 +31,9 @@ class TrainerPrivacy:
     """C, the largest norm of one record's gradient; None: `TrainingArguments.max_grad_norm`."""
     accountant: str = "prv"
     """How ε is computed, as in `PrivacyEngine`."""
-    max_physical_batch: int | None = None
-    """Most records of one backward; None: `per_device_train_batch_size`. Larger draws take several backwards."""
+    max_physical_batch: int | str | None = None
+    """Most records of one backward, or "auto" or bytes as in `make_private`; None: `per_device_train_batch_size`. Larger
+    draws take several backwards."""
     tokens_per_record: float = 1.0
     """A record's loss is the sum over its tokens divided by this public constant, which fixes the unit of max_grad_norm."""
     loss_reduction: "str | float | None" = None

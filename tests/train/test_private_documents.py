@@ -108,11 +108,11 @@ def test_a_step_is_the_clipped_sum_over_documents(data: dict[str, Any], tmp_path
 def test_a_run_trains_and_says_what_its_unit_is(
     data: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = private(tmp_path / "run", data, max_records_per_unit=2)
+    config = private(tmp_path / "run", data, max_records_per_unit=2, max_physical_batch="auto")
     run(config)
     record = json.loads((tmp_path / "run" / "record.json").read_text())["privacy"]
     assert (record["unit"], record["adjacency"]) == ("one document", "add or remove one unit")
-    assert record["max_records_per_unit"] == 2
+    assert record["max_records_per_unit"] == 2 and record["max_physical_batch"] > 2
     assert (record["proof"]["rows"], record["proof"]["loss"]) == ("proven", "proven")
     units = len(set(DocumentWindows(load_windows(config.data)[0]).documents.tolist()))
     assert record["sample_rate"] == 2 / units and record["expected_batch"] == 2
@@ -135,6 +135,12 @@ def test_a_run_trains_and_says_what_its_unit_is(
         ),
         ({"unit": "window", "max_records_per_unit": 2}, PADDED, "privacy.max_records_per_unit: a window is one record"),
         ({"unit": "user"}, PADDED, "privacy.unit: "),
+        (
+            {"max_physical_batch": "auto"},
+            {**PADDED, "micro_batch": 4},
+            "privacy.max_physical_batch: is 'auto' beside",
+        ),
+        ({"max_physical_batch": "lots"}, PADDED, "privacy.max_physical_batch: expected bytes"),
     ],
 )
 def test_options_that_do_not_fit_are_named(

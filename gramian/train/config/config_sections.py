@@ -276,6 +276,9 @@ class PrivacySection:
     no limit."""
     clipping: Literal["auto", "bookkeeping", "keep", "two_pass"] = "auto"
     """Implementation of per-sample clipping; "auto": chosen by the planner from time and memory."""
+    max_physical_batch: str = ""
+    """Largest number of windows of a backward pass: "auto", planned from free memory, or from bytes that a step may take beside
+    the weights, such as "24GB"; empty: data.micro_batch, which must be 0 otherwise."""
     proof: int | str = "auto"
     """Row proof (test that each row of a layer belongs to the window it is attributed to) before the first step, and again on
     one step in 1000 ("auto") or in this many; "off": no proof, which the run records."""
