@@ -10,9 +10,11 @@ from gramian.privacy.accounting.noise_search import find_noise_multiplier
 from gramian.privacy.engine import PrivacyEngine
 from gramian.privacy.noise.noise_strategy import check_noise, kind_of
 from gramian.privacy.options import is_number
+from gramian.privacy.sampling.population import units_of
 
 ENGINE = (
-    "clip_function", "noise", "bands", "releases", "clipping", "norm_algorithm", "memory_budget", "tuning", "proof",
+    "clip_function", "noise", "bands", "releases", "clipping", "norm_algorithm", "memory_budget", "tuning", "proof", "unit_of",
+    "max_records_per_unit",
 )  # fmt: skip
 """Arguments of `make_private` that are passed on as they are."""
 
@@ -77,6 +79,11 @@ class TrainerPrivacy:
     def new_engine(self) -> PrivacyEngine:
         """An engine with this accountant and a new key."""
         return PrivacyEngine(self.accountant, insecure_reproducible=self.insecure_reproducible, seed=self.seed)
+
+    def population(self, loader: Any) -> int:
+        """Number of records of a loader's data set, or with unit_of of their units, that draws are from."""
+        units = units_of(loader, self.engine.get("unit_of"), self.engine.get("max_records_per_unit"), poisson=True)
+        return len(loader.dataset) if units is None else len(units)
 
     def noise_for(self, steps: int, sample_rate: float) -> float:
         """The given noise multiplier, or the least with which `steps` steps at this rate spend at most target_epsilon.
