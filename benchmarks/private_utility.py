@@ -317,6 +317,7 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
             axis.axhline(100 * highest["accuracy"], color="#555555", linestyle=":", label=label)
         axis.set_xticks(list(places.values()), [f"{epsilon:g}" if epsilon else "∞ (σ = 0)" for epsilon in places])
         axis.set(title=f"SST-2, MiniLM, {title}", xlabel=f"ε at δ = {DELTA:g}")
+        axis.set_xlim(-0.4, len(places) - 0.6)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8, loc="lower right")
     axes[0].set_ylabel("accuracy, % (mean and range of the seeds)")

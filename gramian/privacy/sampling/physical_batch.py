@@ -53,16 +53,9 @@ def plan_physical_batch(
 ) -> int:
     """The largest power of two of samples for which n·r + s fits, at most about `records`; the least of all processes.
 
-    Args:
-        given: "auto": 90 % of what is free on the GPU, or on the host's share of this process; or bytes, such as "24GB".
-        module: the model as the user has it, wrapped or not.
-        root: the model without its wrappers.
-        optimizer: its optimizer.
-        forwards: functions that run the forward of one record each.
-        clipping: option of `make_private`.
-        memory_budget: option of `make_private`, in bytes.
-        noise_buffers: numbers that correlated noise stores per parameter.
-        records: number of records of the data set.
+    `given` is "auto" (90 % of what is free on the GPU, or of this process's share of the host's memory) or bytes, such as
+    "24GB". Each of `forwards` runs one record. `clipping` and `memory_budget` are options of `make_private`, `noise_buffers`
+    the numbers that correlated noise stores per parameter.
 
     Raises:
         GramianError: if one sample does not fit, `given` is neither, or the model is sharded or cannot run on one record.
@@ -92,16 +85,10 @@ def planned_size(options: PrivacyOptions, module: nn.Module, optimizer: Optimize
     """`plan_physical_batch` for the arguments of `make_private`, whose option `max_physical_batch` is text."""
     root = unwrap(module)
     return plan_physical_batch(
-        str(options.max_physical_batch),
-        module,
-        root,
-        innermost(optimizer),
-        single_records(root, loader),
-        clipping=options.clipping,
-        memory_budget=options.budget,
-        noise_buffers=buffers_of(options.noise, options.bands),
-        records=len(loader.dataset),
-    )
+        str(options.max_physical_batch), module, root, innermost(optimizer), single_records(root, loader),
+        clipping=options.clipping, memory_budget=options.budget,
+        noise_buffers=buffers_of(options.noise, options.bands), records=len(loader.dataset),
+    )  # fmt: skip
 
 
 def single_records(root: nn.Module, loader: Any) -> Iterator[Callable[[], Any]]:

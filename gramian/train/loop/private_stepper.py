@@ -28,7 +28,9 @@ from gramian.data.windows import Windows
 from gramian.kernels.normal_tail import NORMALS_VERSION
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.privacy import PrivacyEngine
+from gramian.privacy.clipping.clip_factors import layer_limits
 from gramian.privacy.clipping.norm_histogram import BINS, FIELDS, histogram_metrics, norm_counts
+from gramian.privacy.clipping.trained_parameters import trained_parameters
 from gramian.privacy.noise.noise_strategy import buffers_of
 from gramian.privacy.sampling.physical_batch import LOOKED_AT, plan_physical_batch
 from gramian.taps.model.user_names import unwrap
@@ -136,6 +138,9 @@ class PrivateStepper(Stepper):
             "max_records_per_unit": options.max_records_per_unit,
         }
         self._options, self._records, self._steps = options, records, config.run.steps
+        if options.layer_norms:
+            names = trained_parameters(unwrap(module), optimizer)
+            arguments["max_grad_norm"] = layer_limits(options.layer_norms, options.max_grad_norm, [*names])
         if options.max_physical_batch:
             arguments["max_physical_batch"] = self._physical_batch()
         if options.target_epsilon is not None:
@@ -153,16 +158,10 @@ class PrivateStepper(Stepper):
         options, one = self._options, self.some_rows(LOOKED_AT)
         forwards = (partial(self._forward, {name: t[i : i + 1] for name, t in one.items()}) for i in range(LOOKED_AT))
         return plan_physical_batch(
-            options.max_physical_batch,
-            self.module,
-            unwrap(self.module),
-            self.optimizer,
-            forwards,
-            clipping=options.clipping,
-            memory_budget=None,
-            noise_buffers=buffers_of(options.noise, options.bands),
+            options.max_physical_batch, self.module, unwrap(self.module), self.optimizer, forwards,
+            clipping=options.clipping, memory_budget=None, noise_buffers=buffers_of(options.noise, options.bands),
             records=len(self._records),
-        )
+        )  # fmt: skip
 
     def _metric(self, options: PrivacySection) -> KFACNaturalGradient | None:
         if self.kfac is None or options.metric == "plain":
