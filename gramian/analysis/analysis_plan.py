@@ -12,7 +12,7 @@ from gramian.curvature import KFACNaturalGradient
 from gramian.curvature.memory.curvature_plan import CurvatureRow
 from gramian.linalg import WIDEST_DENSE
 from gramian.plan.budget import Budget
-from gramian.train.build.snapshot_budget import available_memory
+from gramian.plan.host_memory import available_memory
 
 WORK = 6
 """Number of float64 vectors of parameter length that Lanczos needs beside its basis: a product, its residual, temporaries."""

@@ -74,6 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
     show(console, *_heading(config, needs, place, decision), _table(decision))
     if config.privacy is not None:
         show(console, f"unit of privacy: one {config.privacy.unit}")
+        if config.privacy.max_physical_batch:
+            show(console, "windows of a backward: planned when the run begins; the bytes here are those of one")
         show(console, *_noise(config, needs), *_private(needs, place))
         if config.privacy.metric == "kfac":
             show(
@@ -106,8 +108,8 @@ def _host(
     config: Config, vocabulary: int, place: _Place, decision: Decision, needs: Needs, arguments: argparse.Namespace
 ) -> HostPlan:
     """Plan the copies of the training state in host memory, under the parallel strategy that was chosen."""
-    from gramian.plan.host_memory import copy_bytes, plan_host
-    from gramian.train.build.snapshot_budget import available_memory, factor_bytes
+    from gramian.plan.host_memory import available_memory, copy_bytes, plan_host
+    from gramian.train.build.snapshot_budget import factor_bytes
 
     assert decision.strategy is not None
     factors = factor_bytes(_curvature(config, vocabulary, place, 1)) if config.has_curvature else 0

@@ -114,7 +114,7 @@ class PrivacyCallback(Callback):
         if size is None:
             raise GramianError("train_dataloader: has no batch_size; expected a DataLoader with one")
         expected = size * parts * trainer.world_size
-        records, scaler = len(loader.dataset), _scaler_of(trainer)
+        records, scaler = self.privacy.population(loader), _scaler_of(trainer)
         steps = _steps(trainer, max(1, round(records / expected)))
         noise = self.privacy.noise_for(steps, expected / records)
         averaged = 1.0 / parts if pl_module.automatic_optimization else 1.0  # by which Lightning multiplies the loss

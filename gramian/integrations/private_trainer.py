@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from gramian.core.errors import GramianError
 from gramian.integrations.trainer_callbacks import PrivacyState
 from gramian.integrations.trainer_privacy import TrainerPrivacy
-from gramian.privacy.accounting.adjacency import ADJACENCY
 from gramian.privacy.engine import PrivacyEngine
 from gramian.privacy.noise.secrets import load_private, save_private
 from gramian.privacy.sampling.dataset_fingerprint import preserved_generators
@@ -128,7 +127,7 @@ class PrivateLoop:
             raise GramianError("train_dataset: is an IterableDataset; expected one with a length, for Poisson draws")
         shares = self.args.gradient_accumulation_steps
         self._plain = DataLoader(made.dataset, self._train_batch_size * shares, **loading_options(made))
-        draws = max(1, round(len(made.dataset) / self._expected_batch()))
+        draws = max(1, round(self.privacy.population(self._plain) / self._expected_batch()))
         each = self._train_batch_size * self.args.world_size
         return DataLoader(Numbers(draws * shares * each), batch_size=each)
 
@@ -139,13 +138,15 @@ class PrivateLoop:
         """Let Trainer wrap and load model and optimizer, then make them private and load the engine's state."""
         model, counting = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
         assert self._plain is not None
-        rate = self._expected_batch() / len(self._plain.dataset)  # type: ignore[arg-type]
-        if rate > 1:
-            raise GramianError(
-                f"per_device_train_batch_size: an update expects {self._expected_batch()} records and the data set has "
-                f"{len(self._plain.dataset)}; expected no more than it has"  # type: ignore[arg-type]
-            )
         privacy, saved = self.privacy, self._saved(resume_from_checkpoint)
+        size = privacy.population(self._plain)
+        rate = self._expected_batch() / size
+        if rate > 1:
+            what = "records" if privacy.engine.get("unit_of") is None else "units"
+            raise GramianError(
+                f"per_device_train_batch_size: an update expects {self._expected_batch()} {what} and the data set has {size}; "
+                "expected no more than it has"
+            )
         if self.engine.steps and saved is None and privacy.target_epsilon is not None:
             raise GramianError("target_epsilon: was spent by an earlier train(); expected a new trainer, or a resume")
         noise = privacy.noise_for(max_steps, rate)
@@ -328,7 +329,7 @@ class PrivateLoop:
             "epsilon": self.epsilon(),
             "delta": self.privacy.target_delta,
             "accountant": self.privacy.accountant,
-            "adjacency": ADJACENCY,
+            "adjacency": engine.adjacency,
             "releases": engine.steps,
             "noise_multiplier": engine.noise_multiplier,
             "sample_rate": engine.sample_rate,

@@ -10,9 +10,11 @@ from gramian.privacy.accounting.noise_search import find_noise_multiplier
 from gramian.privacy.engine import PrivacyEngine
 from gramian.privacy.noise.noise_strategy import check_noise, kind_of
 from gramian.privacy.options import is_number
+from gramian.privacy.sampling.population import units_of
 
 ENGINE = (
-    "clip_function", "noise", "bands", "releases", "clipping", "norm_algorithm", "memory_budget", "tuning", "proof",
+    "clip_function", "noise", "bands", "releases", "clipping", "norm_algorithm", "memory_budget", "tuning", "proof", "unit_of",
+    "max_records_per_unit",
 )  # fmt: skip
 """Arguments of `make_private` that are passed on as they are."""
 
@@ -31,8 +33,9 @@ class TrainerPrivacy:
     """C, the largest norm of one record's gradient; None: `TrainingArguments.max_grad_norm`."""
     accountant: str = "prv"
     """How ε is computed, as in `PrivacyEngine`."""
-    max_physical_batch: int | None = None
-    """Most records of one backward; None: `per_device_train_batch_size`. Larger draws take several backwards."""
+    max_physical_batch: int | str | None = None
+    """Most records of one backward, or "auto" or bytes as in `make_private`; None: `per_device_train_batch_size`. Larger
+    draws take several backwards."""
     tokens_per_record: float = 1.0
     """A record's loss is the sum over its tokens divided by this public constant, which fixes the unit of max_grad_norm."""
     loss_reduction: "str | float | None" = None
@@ -76,6 +79,11 @@ class TrainerPrivacy:
     def new_engine(self) -> PrivacyEngine:
         """An engine with this accountant and a new key."""
         return PrivacyEngine(self.accountant, insecure_reproducible=self.insecure_reproducible, seed=self.seed)
+
+    def population(self, loader: Any) -> int:
+        """Number of records of a loader's data set, or with unit_of of their units, that draws are from."""
+        units = units_of(loader, self.engine.get("unit_of"), self.engine.get("max_records_per_unit"), poisson=True)
+        return len(loader.dataset) if units is None else len(units)
 
     def noise_for(self, steps: int, sample_rate: float) -> float:
         """The given noise multiplier, or the least with which `steps` steps at this rate spend at most target_epsilon.

@@ -16,6 +16,7 @@ projectors of feature losses, the interpreter, CUDA's context and data workers.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
+from pathlib import Path
 
 from gramian.core.byte_amounts import format_bytes
 from gramian.plan.budget import Budget
@@ -133,3 +134,16 @@ def plan_host(copy: int, wish: int, processes: int, sharded: bool, available: in
     writers = processes if sharded else 1
     plans = [HostPlan(copy, count, wish, processes, writers, usable) for count in range(wish, LEAST - 1, -1)]
     return next((plan for plan in plans if plan.fits), plans[-1])
+
+
+def available_memory() -> int:
+    """Return the bytes that processes can still allocate on this host, or in the container's limit if that is lower."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    free = 1024 * int(fields["MemAvailable"].split()[0])
+    group = Path("/sys/fs/cgroup")
+    try:
+        cached = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+        used = int((group / "memory.current").read_text()) - int(cached["inactive_file"])
+        return max(0, min(free, int((group / "memory.max").read_text()) - used))
+    except (OSError, ValueError, KeyError):  # no control group, or no limit
+        return free

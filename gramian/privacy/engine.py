@@ -24,6 +24,7 @@ from gramian.privacy.noise.noise_strategy import check_noise, is_correlated, kin
 from gramian.privacy.options import PrivacyOptions, Tuning, check_opacus, check_optimizer, is_number, sampling_rate
 from gramian.privacy.private_batches import PrivateBatches
 from gramian.privacy.private_model import PrivateModel
+from gramian.privacy.sampling.physical_batch import planned_size
 from gramian.privacy.sampling.population import population, units_of
 from gramian.taps.model.user_names import unwrap
 from gramian.taps.proof.row_proof import check_proof
@@ -99,7 +100,7 @@ class PrivacyEngine(PrivateBatches):
         loss_reduction: str | float = "mean",
         poisson_sampling: bool | str = True,
         max_draw: int | None = None,
-        max_physical_batch: int | None = None,
+        max_physical_batch: int | str | None = None,
         memory_budget: int | str | None = None,
         loss_scale: "float | torch.amp.GradScaler" = 1.0,
         expected_batch: float | None = None,
@@ -138,7 +139,8 @@ class PrivacyEngine(PrivateBatches):
                 costs ε; False: use the loader unchanged.
             max_draw: largest number of records of a truncated draw over all processes; what is left out is drawn by key.
             max_physical_batch: largest number of samples in one backward; a larger Poisson draw is split into micro-batches.
-                None: no limit.
+                "auto", or bytes such as "24GB" that a step may take beside the weights: planned from forwards of single
+                records, a power of two (`engine.max_physical_batch`). None: no limit.
             memory_budget: bytes, or text such as "8GB", that clipping may store; None: about as much as the step's activations
                 take.
             loss_scale: factor of the loss before backward, or the `GradScaler` that applies it.
@@ -181,12 +183,14 @@ class PrivacyEngine(PrivateBatches):
             loss_reduction=loss_reduction,
             poisson_sampling=poisson_sampling,
             max_draw=max_draw,
-            max_physical_batch=max_physical_batch,
+            max_physical_batch=max_physical_batch,  # type: ignore[arg-type]  # planned below
             memory_budget=memory_budget,
             loss_scale=loss_scale,
         )
         check_opacus(opacus, loss_reduction)
         check_optimizer(module, optimizer)
+        if isinstance(max_physical_batch, str):
+            options = replace(options, max_physical_batch=planned_size(options, module, optimizer, data_loader))
         check_proof(proof)
         if tuning is not None and not isinstance(tuning, Tuning):
             raise GramianError(f"tuning: expected a gramian.privacy.Tuning, got {type(tuning).__name__}")
@@ -293,6 +297,11 @@ class PrivacyEngine(PrivateBatches):
         return self._active().clip.sensitivity
 
     @property
+    def max_physical_batch(self) -> int | None:
+        """Largest number of samples of one backward, planned with "auto"; None: no limit. A `GramianError` if not private."""
+        return self._active().options.max_physical_batch
+
+    @property
     def expected_batch(self) -> float:
         """Average samples of a step over all processes, by which the noised sum is divided; a `GramianError` if not private."""
         return self._active().rate.expected_batch
@@ -332,6 +341,8 @@ class PrivacyEngine(PrivateBatches):
         noise, stored = self._installed.noise.record(1), ""
         if "bytes" in noise:
             stored = f"; noise: {noise['name']}, {noise['bands']} bands, {format_bytes(noise['bytes'])} of buffers"
+        if self.max_physical_batch is not None:
+            stored += f"; backwards of at most {self.max_physical_batch} samples"
         notes = f"rows: {proof['rows']}; loss: {proof['loss']}; adjacency: {self._installed.units.adjacency}{stored}"
         return replace(self._installed.clipping.plan, proof=notes)
 

@@ -72,7 +72,14 @@ class PrivacyOptions:
                 raise GramianError(f"{field}: expected one of {names}, got {value!r}")
         if not isinstance(self.poisson_sampling, bool) and self.poisson_sampling != "truncated":
             raise GramianError(f'poisson_sampling: expected True, False or "truncated", got {self.poisson_sampling!r}')
-        for field, size in (("max_physical_batch", self.max_physical_batch), ("max_draw", self.max_draw)):
+        physical: Any = self.max_physical_batch
+        if isinstance(physical, str):  # to be planned
+            if physical != "auto":
+                parse_bytes("max_physical_batch", physical)
+            if not self.poisson_sampling:
+                raise GramianError(f"max_physical_batch: {physical!r} splits Poisson draws; expected a number or None")
+            physical = None
+        for field, size in (("max_physical_batch", physical), ("max_draw", self.max_draw)):
             if size is not None and (not isinstance(size, numbers.Integral) or isinstance(size, bool) or size < 1):
                 raise GramianError(f"{field}: expected a number of samples or None, got {size!r}")
         if (self.poisson_sampling == "truncated") != (self.max_draw is not None):

@@ -205,11 +205,33 @@ def test_curvature_in_the_steps_of_lightning(tmp_path: Path) -> None:
         fit(tmp_path, Module(), callbacks=[CurvatureCallback(), callback(tmp_path)])
 
 
+@pytest.mark.oracle
+@pytest.mark.parametrize("parts", [1, 2])
+def test_with_users_a_step_moves_by_the_sum_of_their_clipped_gradients(
+    tmp_path: Path, monkeypatch: Any, parts: int
+) -> None:
+    found, module, user_of = drawn(monkeypatch), Module(lr=1.0), [i * 5 % 11 for i in range(RECORDS)]
+    before, start = weights(module), Module()
+    secret = callback(tmp_path, noise_multiplier=0.0, max_grad_norm=2.65, unit_of=user_of)
+    options = {"max_steps": 1, "max_epochs": None, "accumulate_grad_batches": parts, "batch": 6 // parts}
+    fit(tmp_path, module, callbacks=[secret], **options)
+    x, y = data().tensors
+    rows, want, norms = [i for piece in found for i in piece], {n: 0.0 for n in before}, []
+    for user in {user_of[i] for i in rows}:
+        own = [i for i in range(RECORDS) if user_of[i] == user]
+        g = clipped_sum(start, lambda model, x, y: F.cross_entropy(model(x), y), (x[own], y[own]), 1e9).totals
+        norms.append(float(torch.cat([t.flatten() for t in g.values()]).norm()))
+        want = {n: want[n] + min(1.0, 2.65 / norms[-1]) * g[n] for n in want}
+    assert max(norms) > 2.65 > min(norms) and secret.engine._ledger.accounting.history[0][1] == 6 / 11
+    assert largest_error({n: (before[n] - now) * 6 for n, now in weights(module).items()}, want) < 1e-9
+
+
 @pytest.mark.parametrize(
     "secret, options, words",
     [
         ({}, {"gradient_clip_val": 1.0}, "gradient_clip_val"),
         ({"max_grad_norm": None}, {}, "max_grad_norm: is not given"),
+        ({"unit_of": [0, 1]}, {}, "unit_of: expected 32 integers"),
         ({"max_physical_batch": 2}, {}, "max_physical_batch: is for Hugging Face"),
         ({"noise_multiplier": None, "target_epsilon": 1.0}, {"max_epochs": -1}, "max_epochs: is not set"),
     ],

@@ -61,6 +61,43 @@ def test_a_step_moves_by_the_loops_clipped_sum_whatever_the_label_counts(
 
 
 @pytest.mark.oracle
+def test_with_users_a_step_moves_by_the_sum_of_their_clipped_gradients(tmp_path: Path, monkeypatch: Any) -> None:
+    found, model, limit = drawn(monkeypatch), gpt2(), 20.0
+    before, start = weights(model), copy.deepcopy(model).double()
+    user_of = [i * 7 % 9 for i in range(RECORDS)]
+    made = trainer(
+        tmp_path, model, secret={"unit_of": user_of, "max_physical_batch": 6, "max_grad_norm": limit}, max_steps=1
+    )
+    made.train()
+    rows = [i for piece in found for i in piece]
+    users = sorted({user_of[i] for i in rows})
+    assert sorted(rows) == [i for i in range(RECORDS) if user_of[i] in users] and len(users) > 2
+    own = [[i for i in rows if user_of[i] == user] for user in users]
+    each = [clipped_sum(start, summed_loss, stacked(records(), theirs), 1e9).totals for theirs in own]
+    norms = [float(torch.cat([g.flatten() for g in one.values()]).norm()) for one in each]
+    assert max(norms) > limit > min(norms)
+    want = {
+        name: sum(min(1.0, limit / norm) * one[name] for one, norm in zip(each, norms, strict=True)) for name in each[0]
+    }
+    moved = {name: (before[name] - now).double() * 4 for name, now in weights(model).items()}
+    assert largest_error(moved, want) < 3e-5
+    ledger = made.engine._ledger
+    assert ledger.accounting.history[0][1] == 4 / 9
+    assert ledger.chain.runs[0][0]["adjacency"] == "add or remove one unit"
+
+
+def test_users_that_do_not_fit_the_data_set_or_a_backward_are_refused(tmp_path: Path) -> None:
+    large, update = [i // 8 for i in range(RECORDS)], "per_device_train_batch_size"
+    for users, options, words in (
+        ([0, 1], {}, "unit_of: expected 24 integers"),
+        (large, {update: 2}, "max_physical_batch: is 2, and a unit has 8 records"),
+        (large, {}, f"{update}: an update expects 4 units and the data set has 3"),
+    ):
+        with refusal(words):
+            trainer(tmp_path, secret={"unit_of": users}, **options).train()
+
+
+@pytest.mark.oracle
 def test_the_unit_of_the_clip_norm_is_the_tokens_of_a_record(tmp_path: Path, monkeypatch: Any) -> None:
     found, model = drawn(monkeypatch), gpt2()
     before, start = weights(model), copy.deepcopy(model).double()

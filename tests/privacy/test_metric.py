@@ -89,8 +89,13 @@ def backward(run: Run, p: Problem, batch: Any, storage: str) -> dict[str, Tensor
 
 @pytest.mark.parametrize(
     "name, storage, mode",
-    MATRIX if FULL else [*sample(MATRIX, 6), ("tied_gpt", "auto", "pi"), ("hf_gpt2", "bookkeeping", "pi")],
-)
+    MATRIX
+    if FULL
+    else [
+        *sample(MATRIX, 6), ("tied_gpt", "auto", "pi"), ("hf_gpt2", "bookkeeping", "pi"),
+        ("gpt", "two_pass", "factored"), ("padded_embedding", "auto", "factored"),
+    ],
+)  # fmt: skip
 def test_samples_are_clipped_by_their_norms_in_the_metric_and_move_the_sum_by_C_at_most(
     name: str, storage: str, mode: str
 ) -> None:

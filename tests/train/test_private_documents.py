@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from gramian.cli import main
 from gramian.core.errors import GramianError
@@ -108,11 +109,11 @@ def test_a_step_is_the_clipped_sum_over_documents(data: dict[str, Any], tmp_path
 def test_a_run_trains_and_says_what_its_unit_is(
     data: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = private(tmp_path / "run", data, max_records_per_unit=2)
+    config = private(tmp_path / "run", data, max_records_per_unit=2, max_physical_batch="auto")
     run(config)
     record = json.loads((tmp_path / "run" / "record.json").read_text())["privacy"]
     assert (record["unit"], record["adjacency"]) == ("one document", "add or remove one unit")
-    assert record["max_records_per_unit"] == 2
+    assert record["max_records_per_unit"] == 2 and record["max_physical_batch"] > 2
     assert (record["proof"]["rows"], record["proof"]["loss"]) == ("proven", "proven")
     units = len(set(DocumentWindows(load_windows(config.data)[0]).documents.tolist()))
     assert record["sample_rate"] == 2 / units and record["expected_batch"] == 2
@@ -125,6 +126,36 @@ def test_a_run_trains_and_says_what_its_unit_is(
     assert "unit of privacy: one document" in capsys.readouterr().out
 
 
+@pytest.mark.oracle
+def test_the_part_of_each_layer_is_clipped_to_the_norm_of_its_rule(tmp_path: Path) -> None:
+    def sums(rules: tuple[str, ...], limit: float) -> tuple[dict[str, Tensor], PrivateStepper]:
+        keys = {"clip_function": "per_layer", "layer_norms": rules, "max_grad_norm": limit, "proof": "off"}
+        config = private(tmp_path / "run", {**PADDED, "batch": 1}, precision="fp64", noise_multiplier=0.0, **keys)
+        parts, stepper = stepper_of(config)
+        rows = {name: t[:1] for name, t in stepper.some_rows(2).items()}
+        stepper.loss(stepper.module, rows)[0].backward()
+        made = {name: p.grad.clone() for name, p in parts.model.named_parameters() if p.grad is not None}
+        stepper.engine.detach()
+        return made, stepper
+
+    plain, _ = sums((), 1e9)
+    clipped, stepper = sums(("*.head*=3", "*.blocks.0*=0.5", "*=1"), 1e-3)
+    layers: dict[str, list[str]] = {}
+    for name in plain:
+        layers.setdefault(name.rpartition(".")[0], []).append(name)
+    weights = {layer: 3.0 if "head" in layer else 0.5 if "blocks.0" in layer else 1.0 for layer in layers}
+    total = sum(weight**2 for weight in weights.values()) ** 0.5
+    assert set(weights.values()) == {0.5, 1.0, 3.0}
+    for layer, names in layers.items():
+        norm = float(torch.cat([plain[name].flatten() for name in names]).norm())
+        factor = min(1.0, 1e-3 * weights[layer] / total / norm)
+        for name in names:
+            torch.testing.assert_close(clipped[name], factor * plain[name], rtol=1e-8, atol=1e-14)
+    for rules, words in ((("blocks*=1",), "has no rule for "), (("*=1", "*none*=2"), "no layer takes '\\*none\\*=2'")):
+        with refusal(f"privacy.layer_norms: {words}"):
+            sums(rules, 1.0)
+
+
 @pytest.mark.parametrize(
     "keys, data, message",
     [
@@ -135,6 +166,14 @@ def test_a_run_trains_and_says_what_its_unit_is(
         ),
         ({"unit": "window", "max_records_per_unit": 2}, PADDED, "privacy.max_records_per_unit: a window is one record"),
         ({"unit": "user"}, PADDED, "privacy.unit: "),
+        (
+            {"max_physical_batch": "auto"},
+            {**PADDED, "micro_batch": 4},
+            "privacy.max_physical_batch: is 'auto' beside",
+        ),
+        ({"layer_norms": ("*=1",)}, PADDED, "privacy.layer_norms: are for each layer"),
+        ({"clip_function": "per_layer", "layer_norms": ("*=none",)}, PADDED, "privacy.layer_norms"),
+        ({"max_physical_batch": "lots"}, PADDED, "privacy.max_physical_batch: expected bytes"),
     ],
 )
 def test_options_that_do_not_fit_are_named(

@@ -14,13 +14,12 @@ import torch
 from gramian.cli import main
 from gramian.core.errors import GramianError
 from gramian.parallel.process_grid import ProcessGrid
-from gramian.plan.host_memory import HostPlan, copy_bytes
+from gramian.plan.host_memory import HostPlan, available_memory, copy_bytes
 from gramian.plan.transformer_memory import optimizer_states
 from gramian.train.build import snapshot_budget
 from gramian.train.build.build_model import build_model
 from gramian.train.build.memory_needs import shape_of
 from gramian.train.build.run_parts import build
-from gramian.train.build.snapshot_budget import available_memory
 from gramian.train.config.config import Config, parse_config
 from gramian.train.loop.trainer import Trainer
 from gramian.train.state import checkpoint, sharded_checkpoint, snapshot

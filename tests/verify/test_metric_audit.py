@@ -24,7 +24,7 @@ def test_an_honest_run_passes_and_noise_or_norms_without_the_metric_do_not(tmp_p
         found = {finding.name: finding for finding in check_releases(run, 12)}
         assert not found["noise"].passed and found["noise"].facts["p_value"] < SIGNIFICANCE
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MetricBlock, "whitened_outer", lambda self, gradients: None)
+        patch.setattr(MetricBlock, "whitened_tokens", lambda self, gradients: None)
         patch.setattr(MetricBlock, "squares", _plain_squares)
         assert not check_sensitivity(run).passed
 

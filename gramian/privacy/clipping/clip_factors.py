@@ -6,6 +6,7 @@ All clipping uses `ClipFunction`, so that one sample contributes a gradient of n
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Literal
 
 import torch
@@ -90,3 +91,24 @@ class ClipFunction:
         limit = self.limits[group] / (1 + slack)
         factors = limit / (norms + GAMMA) if self.name == "automatic" else (limit / norms).clamp(max=1.0)
         return torch.where(norms.isfinite(), factors, 0.0)
+
+
+def layer_limits(rules: Sequence[str], total: float, parameters: Sequence[str]) -> list[float]:
+    """C_l of every layer by the first of the rules "pattern=number" that its name matches, scaled to √Σ C_l² = `total`.
+
+    Raises:
+        GramianError: for a rule of another form, or one that no layer takes, or a layer without a rule.
+    """
+    layers, found, used = dict.fromkeys(name.rpartition(".")[0] for name in parameters), [], set()
+    for layer in layers:
+        rule = next((rule for rule in rules if fnmatchcase(layer, rule.rpartition("=")[0].strip())), None)
+        if rule is None:
+            raise GramianError(f'privacy.layer_norms: has no rule for {layer}; expected one, such as "*=1" as the last')
+        found.append(float(rule.rpartition("=")[2]))
+        used.add(rule)
+    for rule in rules:
+        if rule not in used:
+            raise GramianError(
+                f"privacy.layer_norms: no layer takes {rule!r}; expected patterns of {', '.join(layers)}"
+            )
+    return [total * limit / math.hypot(*found) for limit in found]

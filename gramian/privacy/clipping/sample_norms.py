@@ -76,8 +76,8 @@ def _measure_in_metric(
     work: ClippingWork, block: MetricBlock, gradients: Mapping[str, PerSampleGradient], way: str
 ) -> None:
     """Add ‖W g_i‖² of one block of the metric W, from the gradients of those of its parameters that have one."""
-    outer = block.whitened_outer(gradients)
-    if outer is None or outer.tokens == 1:
+    outer = block.whitened_tokens(gradients)
+    if not isinstance(outer, Outer) or outer.tokens == 1:
         work.add(next(iter(gradients)), block.squares(gradients) if outer is None else outer.squared_norms())
         return
     way = way if way in ("gram", "direct") else outer.algorithm("auto")

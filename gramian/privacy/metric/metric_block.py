@@ -19,10 +19,10 @@ from torch import Tensor
 from gramian.core.dtypes import wide_dtype
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.block_specs import Spec
-from gramian.linalg import Factor
+from gramian.linalg import Diagonal, Factor
 from gramian.linalg.wide import exact_products
 from gramian.plan.norm_algorithm import samples_per_chunk
-from gramian.taps.gradients import Outer, PerSampleGradient, Summed
+from gramian.taps.gradients import Indexed, Outer, PerSampleGradient, Summed
 from gramian.taps.gradients.outer import same_tensor
 
 WIDEST_WRITTEN_OUT = 4096
@@ -114,12 +114,17 @@ class MetricBlock:
             found.append((self._whitened(y_BOM) if batch else y_BOM).flatten(1).square().sum(1))
         return torch.cat(found)
 
-    def whitened_outer(self, gradients: Mapping[str, PerSampleGradient]) -> Outer | None:
+    def whitened_tokens(self, gradients: Mapping[str, PerSampleGradient]) -> Outer | Indexed | None:
         """The whitened gradients as sums over tokens (P_G g_t)(P_A [a_t, 1])ᵀ; None unless they are stored by token.
 
-        A bias is the last coordinate of the inputs where its gradient is the sum of the same output gradients g_t.
+        A bias is the last coordinate of the inputs where its gradient is the sum of the same output gradients g_t. A lookup of
+        row v in a table, whose A is a diagonal d, is P_G g_t·(d_v + λ_A)^(-1/2) in row v: no table is formed for a sample.
         """
         weight = gradients.get(self.spec.parameters[0])
+        if isinstance(weight, Indexed) and self.spec.layout == "table" and isinstance(self.A.factor, Diagonal):
+            d_V = self.A.whitened(torch.ones(self.A.factor.dim, dtype=self.A.factor.dtype, device=self.A.factor.device))
+            rows_BTD = self.G.whitened(weight.rows_BTD) * d_V[weight.index_BT, None]
+            return Indexed(weight.index_BT, rows_BTD, weight.shape[0])
         if type(weight) is not Outer or self.spec.layout == "kernel":
             return None
         swapped = self.spec.layout in ("in_out", "table")

@@ -46,7 +46,7 @@ def needs_of(config: Config, vocabulary: int, precision: Kind, device: str) -> N
         precision,
         length=data.length,
         batch=data.batch,
-        micro_batch=data.micro_batch,
+        micro_batch=data.micro_batch or int(config.privacy is not None and bool(config.privacy.max_physical_batch)),
         checkpoint_blocks=config.parallel.checkpoint_blocks,
         optimizer=optimizer.kind,
         momentum=optimizer.momentum > 0,

@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 from torch import nn
 
@@ -10,24 +9,11 @@ from gramian.core.errors import GramianError
 from gramian.curvature import KFACNaturalGradient
 from gramian.curvature.memory.curvature_plan import CurvaturePlan
 from gramian.parallel.process_grid import ProcessGrid
-from gramian.plan.host_memory import HostPlan, copy_bytes, plan_host
+from gramian.plan.host_memory import HostPlan, available_memory, copy_bytes, plan_host
 from gramian.plan.transformer_memory import optimizer_states
 from gramian.train.build.memory_needs import noise_buffers
 from gramian.train.config.config import Config
 from gramian.train.loop.precision import Precision
-
-
-def available_memory() -> int:
-    """Return the bytes that processes can still allocate on this host, or in the container's limit if that is lower."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-    free = 1024 * int(fields["MemAvailable"].split()[0])
-    group = Path("/sys/fs/cgroup")
-    try:
-        cached = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-        used = int((group / "memory.current").read_text()) - int(cached["inactive_file"])
-        return max(0, min(free, int((group / "memory.max").read_text()) - used))
-    except (OSError, ValueError, KeyError):  # no control group, or no limit
-        return free
 
 
 def factor_bytes(plan: CurvaturePlan) -> int:

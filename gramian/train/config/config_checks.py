@@ -134,6 +134,15 @@ def check_privacy(privacy: sections.PrivacySection, data: DataSection, run: sect
         )
     if privacy.max_records_per_unit is not None and privacy.unit == "window":
         raise GramianError('privacy.max_records_per_unit: a window is one record; expected privacy.unit = "document"')
+    if privacy.layer_norms and privacy.clip_function != "per_layer":
+        raise GramianError('privacy.layer_norms: are for each layer; expected privacy.clip_function = "per_layer"')
+    if privacy.max_physical_batch and data.micro_batch:
+        raise GramianError(
+            f"privacy.max_physical_batch: is {privacy.max_physical_batch!r} beside data.micro_batch = {data.micro_batch}; "
+            "expected one of them"
+        )
+    if privacy.max_physical_batch not in ("", "auto"):
+        parse_bytes("privacy.max_physical_batch", privacy.max_physical_batch)
     check_proof(privacy.proof, "privacy.proof")
     if run.observe_every:
         raise GramianError("run.observe_every: gradients of private windows would have no noise; expected 0")

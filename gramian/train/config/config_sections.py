@@ -261,6 +261,9 @@ class PrivacySection:
     clip_function: Literal["flat", "per_layer", "automatic", "adaptive"] = "flat"
     """Scaling of gradients g: min(1, C/|g|); the same for each layer's part, with C/√layers; C/(|g| + 0.01); or "flat" with a C
     that follows the median of |g| privately."""
+    layer_norms: tuple[Annotated[str, msgspec.Meta(pattern=r"^[^=]+=\s*(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*$")], ...] = ()
+    """With clip_function "per_layer": clip norms of the layers relative to each other, such as ["*mlp*=2", "*=1"]; a layer
+    takes the first whose pattern its name matches, and all are scaled to √Σ C² = max_grad_norm."""
     metric: Literal["plain", "kfac"] = "plain"
     """Where gradients are clipped and noise is drawn: as they are, or multiplied by the inverse root of the curvature of
     [kfac], which is estimated on public data."""
@@ -276,6 +279,9 @@ class PrivacySection:
     no limit."""
     clipping: Literal["auto", "bookkeeping", "keep", "two_pass"] = "auto"
     """Implementation of per-sample clipping; "auto": chosen by the planner from time and memory."""
+    max_physical_batch: str = ""
+    """Largest number of windows of a backward pass: "auto", planned from free memory, or from bytes that a step may take beside
+    the weights, such as "24GB"; empty: data.micro_batch, which must be 0 otherwise."""
     proof: int | str = "auto"
     """Row proof (test that each row of a layer belongs to the window it is attributed to) before the first step, and again on
     one step in 1000 ("auto") or in this many; "off": no proof, which the run records."""

@@ -42,8 +42,9 @@ class ExaminedRun:
 
     @property
     def backward_windows(self) -> int:
-        """Number of windows per backward pass of the run: no check stores activations of more."""
-        return self.config.data.micro_batch or self.config.data.batch
+        """Number of windows per backward pass of the run: no check stores activations of more; 2 if the run plans it."""
+        planned = self.config.privacy is not None and self.config.privacy.max_physical_batch
+        return self.config.data.micro_batch or (min(2, self.config.data.batch) if planned else self.config.data.batch)
 
     @property
     def loaded(self) -> bool:

@@ -8,6 +8,7 @@ loss nor the order of the data; the reported gradient norm is that of the gradie
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,12 @@ from gramian.data.windows import Windows
 from gramian.kernels.normal_tail import NORMALS_VERSION
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.privacy import PrivacyEngine
+from gramian.privacy.clipping.clip_factors import layer_limits
 from gramian.privacy.clipping.norm_histogram import BINS, FIELDS, histogram_metrics, norm_counts
+from gramian.privacy.clipping.trained_parameters import trained_parameters
+from gramian.privacy.noise.noise_strategy import buffers_of
+from gramian.privacy.sampling.physical_batch import LOOKED_AT, plan_physical_batch
+from gramian.taps.model.user_names import unwrap
 from gramian.train.config.config import Config
 from gramian.train.config.config_sections import PrivacySection
 from gramian.train.loop.deferred_metrics import StepOutcome
@@ -131,6 +137,12 @@ class PrivateStepper(Stepper):
             "unit_of": unit_of,
             "max_records_per_unit": options.max_records_per_unit,
         }
+        self._options, self._records, self._steps = options, records, config.run.steps
+        if options.layer_norms:
+            names = trained_parameters(unwrap(module), optimizer)
+            arguments["max_grad_norm"] = layer_limits(options.layer_norms, options.max_grad_norm, [*names])
+        if options.max_physical_batch:
+            arguments["max_physical_batch"] = self._physical_batch()
         if options.target_epsilon is not None:
             epochs = config.run.steps * (data.batch / units)
             _, _, self._loader = self.engine.make_private_with_epsilon(
@@ -139,8 +151,17 @@ class PrivateStepper(Stepper):
         else:
             noise = options.noise_multiplier or 0.0
             _, _, self._loader = self.engine.make_private(noise_multiplier=noise, **arguments)
-        self._options, self._records, self._steps = options, records, config.run.steps
-        self._rows = max(2, min(len(records), data.micro_batch or data.batch // grid.size))
+        self._rows = max(2, min(len(records), self.engine.max_physical_batch or data.batch // grid.size))
+
+    def _physical_batch(self) -> int:
+        """Number of windows of a backward for which `privacy.max_physical_batch` has room, by the run's own forward."""
+        options, one = self._options, self.some_rows(LOOKED_AT)
+        forwards = (partial(self._forward, {name: t[i : i + 1] for name, t in one.items()}) for i in range(LOOKED_AT))
+        return plan_physical_batch(
+            options.max_physical_batch, self.module, unwrap(self.module), self.optimizer, forwards,
+            clipping=options.clipping, memory_budget=None, noise_buffers=buffers_of(options.noise, options.bands),
+            records=len(self._records),
+        )  # fmt: skip
 
     def _metric(self, options: PrivacySection) -> KFACNaturalGradient | None:
         if self.kfac is None or options.metric == "plain":
@@ -177,10 +198,17 @@ class PrivateStepper(Stepper):
     def _units(self, rows: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         return self.engine.units(rows["units"]) if "units" in rows else nullcontext()
 
+    def _forward(self, rows: Mapping[str, Tensor], module: nn.Module | None = None) -> tuple[Tensor, Tensor]:
+        with self.numbers.autocast():
+            made: tuple[Tensor, Tensor] = (module or self.module)(
+                rows["tokens"], rows["targets"], 1.0 / self._length, rows.get("documents")
+            )
+        return made
+
     def loss(self, module: nn.Module, rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Loss of some windows to differentiate, Σ −log p(target) / data.length times the loss scale, and Σ −log p(target)."""
-        with self.numbers.autocast(), self._units(rows):
-            loss, nats = module(rows["tokens"], rows["targets"], 1.0 / self._length, rows.get("documents"))
+        with self._units(rows):
+            loss, nats = self._forward(rows, module)
         return loss if self.scaler is None else self.scaler.scale(loss), nats
 
     def draws(self) -> Iterator[Draw]:
@@ -305,6 +333,7 @@ class PrivateStepper(Stepper):
             "adjacency": self.engine.adjacency,
             "max_records_per_unit": self._options.max_records_per_unit,
             "max_draw": self._options.max_draw,
+            "max_physical_batch": self.engine.max_physical_batch,
             "clip_function": self._options.clip_function,
             "clip_norm": self.engine.clip_norm,
             "metric": self.engine.metric,

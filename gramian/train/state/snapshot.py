@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gramian.core.errors import GramianError
+from gramian.linalg.factors.eigendecomposition import free_bytes
 from gramian.plan.host_memory import packed
 from gramian.train.state.tensor_parts import Part, parts_of
 
@@ -197,7 +198,7 @@ class Snapshots:
         side.wait_stream(torch.cuda.current_stream(device))
         size = sum(piece.memory.nbytes for piece in pieces)
         with torch.cuda.stream(side), torch.no_grad():
-            flat = _staged(sources, pieces) if size <= STAGED_SHARE * _free_bytes(device) else None
+            flat = _staged(sources, pieces) if size <= STAGED_SHARE * free_bytes(device) else None
             if flat is not None:
                 self._unsettled[device] = side.record_event()
                 for piece, values in zip(pieces, flat, strict=True):
@@ -249,12 +250,6 @@ def _allocate(shape: _Shape) -> list[_Piece]:
             buffers = {name: flat.view(size) for (name, size), flat in zip(members, memory.split(counts), strict=True)}
             pieces.append(_Piece(device, steady, memory, buffers))
     return pieces
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Bytes that can be allocated on a device: free, or reserved by torch and not in use."""
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 class _Lease:

@@ -73,7 +73,7 @@ def check_sensitivity(run: AuditedRun) -> AuditFinding:
     places = np.linspace(0, len(run.windows) - 1, min(REAL, len(run.windows))).astype(np.int64)
     names, rows = crafted_records(run.windows.stack(places), run.windows.vocabulary)
     with run.private(scales=SCALES, proof="off") as stepper:
-        everything, pieces = list(range(len(names))), run.config.data.micro_batch or len(names)
+        everything, pieces = list(range(len(names))), stepper.engine.max_physical_batch or len(names)
         whole = _clipped_sum(stepper, rows, everything, pieces)
         moved, draws = {}, _draws_numbers(stepper, rows)
         for left_out, name in enumerate(names):

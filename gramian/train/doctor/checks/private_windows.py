@@ -20,7 +20,9 @@ def private_windows(run: ExaminedRun) -> list[Check]:
     """
     assert run.config.privacy is not None
     # Amount and metric of the noise do not matter here, and computing them takes time.
-    options = dataclasses.replace(run.config.privacy, noise_multiplier=1.0, target_epsilon=None, metric="plain")
+    options = dataclasses.replace(
+        run.config.privacy, noise_multiplier=1.0, target_epsilon=None, metric="plain", max_physical_batch=""
+    )
     data = dataclasses.replace(run.config.data, workers=0)
     config = dataclasses.replace(run.config, privacy=options, data=data, kfac=None)
     module = Objective(run.model())
