@@ -192,10 +192,9 @@ class TappedModel:
     @property
     def trusts_shapes(self) -> bool:
         """True if no row proof runs: none is asked for in an FSDP2 model, or by sample in a tensor-parallel one."""
-        if self.tensor_parallel is not None:
-            return not self.tells_samples_apart
-        collective = any(one.proof != "off" and (one.per_sample or one.takes_shares) for one in self.listeners)
-        return isinstance(self.root(), FSDPModule) and not collective
+        tensor = self.tensor_parallel is not None
+        asked = any(one.per_sample or (one.takes_shares and not tensor) for one in self.listeners if one.proof != "off")
+        return (tensor or isinstance(self.root(), FSDPModule)) and not asked
 
     @property
     def tells_samples_apart(self) -> bool:
@@ -382,9 +381,7 @@ def rows_of_call(
 
 def rows_over_batch(rows: int, batch: int) -> int:
     """Rows per sample of a first axis: 0 for one row shared by all samples, −rows if `rows` is not a multiple of `batch`."""
-    if rows == 1 and batch != 1:
-        return 0
-    return rows // batch if batch and rows % batch == 0 else -rows
+    return 0 if rows == 1 != batch else rows // batch if batch and rows % batch == 0 else -rows
 
 
 def refuse_unseen(calls: Sequence[Call]) -> None:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from gramian.core.byte_amounts import format_bytes, parse_bytes
 from gramian.core.errors import GramianError
 from gramian.linalg.factors.eigendecomposition import free_bytes
-from gramian.parallel.process_grid import ProcessGrid
+from gramian.parallel.model_grid import grid_of
 from gramian.plan.budget import Budget
 from gramian.plan.host_memory import available_memory
 from gramian.plan.transformer_memory import optimizer_states
@@ -60,9 +60,9 @@ def plan_physical_batch(
     Raises:
         GramianError: if one sample does not fit, `given` is neither, or the model is sharded or cannot run on one record.
     """
-    parallel = ProcessGrid.of(module, root)
-    if parallel.uses_fsdp2:
-        raise GramianError(f"{FIELD}: {given!r} runs forwards that fully_shard would gather for; expected a number")
+    parallel = grid_of(module, root)
+    if parallel.shards:
+        raise GramianError(f"{FIELD}: {given!r} runs forwards that other processes would have to join; expected a number")
     stated = None if given == "auto" else parse_bytes(FIELD, given)
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     elements, size = sum(p.numel() for p in trained), sum(p.nbytes for p in trained)
