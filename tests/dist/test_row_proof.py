@@ -28,9 +28,18 @@ class Net(nn.Module):
 
     def __init__(self, how: str = "apart") -> None:
         super().__init__()
-        self.first, self.last, self.how = nn.Linear(4, 5), nn.Linear(5, 3), how
+        self.first, self.last, self.options = nn.Linear(4, 5), nn.Linear(5, 3), {"how": how}
         if how == "shared":
             self.table = nn.Embedding(2, 3)
+
+    @property
+    def how(self) -> str:
+        """How samples are coupled; in a dict, whose values are not compared as those of attributes are."""
+        return self.options["how"]
+
+    @how.setter
+    def how(self, how: str) -> None:
+        self.options["how"] = how
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         h = torch.tanh(self.first(x))

@@ -562,7 +562,7 @@ def test_without_a_proof_rows_that_cannot_be_samples_are_refused_by_name_or_righ
     model, batch = Swapped(SECOND[name][0]()).double(), SECOND[name][1](4, 10)
     want = clipped_sum(model, l1, batch, 0.1)
     with private(model, 0.1, proof="off") as run:
-        if name != "attention with biases":  # which runs again sample by sample
+        if not name.startswith("attention"):  # which runs again sample by sample
             with refusal("layer"):
                 l1(model, *batch).backward()
             return

@@ -41,7 +41,11 @@ ADDED_LATER = tuple(
         "woodbury_store_device", "ekfac", "one_sided", "strict",
     )
 ) + tuple(
-    ("privacy", key) for key in ("clip_function", "max_draw", "noise", "bands", "unit", "max_records_per_unit", "metric")
+    ("privacy", key)
+    for key in (
+        "clip_function", "layer_norms", "max_draw", "noise", "bands", "unit", "max_records_per_unit", "metric",
+        "max_physical_batch",
+    )
 ) + (("kfac", "precondition"),)  # fmt: skip
 """(section, key) of config keys that earlier versions did not have: the hash omits them while they have their default, so that
 runs of those versions can be resumed."""
