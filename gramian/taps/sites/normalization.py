@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gramian.core.errors import GramianError
 from gramian.linalg.wide import wide
 from gramian.taps.gradients import Normed, PerSampleGradient, Summed
+from gramian.taps.model.python_state import OWN
 from gramian.taps.sites.channel_norms import narrowest
 from gramian.taps.sites.site import Site, by_sample, trains
 from gramian.taps.sites.site_registry import register_recogniser, register_site
@@ -159,10 +160,6 @@ def norm_of(module: nn.Module) -> TrailingNorm | None:
             except Exception:  # whatever its code raises on rows of numbers: it is no norm
                 found[key] = None
     return found[key]
-
-
-OWN = frozenset(vars(nn.Module())) | {"forward"}
-"""Names of attributes that every module has."""
 
 
 def _each(value: Any) -> tuple[Any, ...]:
