@@ -482,7 +482,10 @@ class Turning(nn.Module):
         self.layer = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        turns = self.axis in (1, 1.0, "turned", (1, 0), [1, 0], {"axis": 1}, Turns.YES) or getattr(self.axis, "turned", 0) == 1
+        turns = (
+            self.axis in (1, 1.0, "turned", (1, 0), [1, 0], {"axis": 1}, Turns.YES)
+            or getattr(self.axis, "turned", 0) == 1
+        )
         return torch.tanh(self.layer(x.transpose(0, int(turns)))).transpose(0, int(turns))
 
 
