@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable.contract import contract
 from torch.nn import functional as F
 
 import gramian
@@ -231,6 +232,17 @@ def test_its_epsilon_is_that_of_the_call() -> None:
             term(model, x).backward()
         assert_norms(norms.values, wanted)
     assert math.isfinite(float(norms.values.sum()))
+
+
+def test_a_norm_that_is_sharded_by_itself_is_one() -> None:
+    """`fully_shard(norm)` is such a function: it leaves its state in attributes of the layer."""
+
+    @contract()
+    def mark(module: nn.Module) -> nn.Module:
+        return module
+
+    mark(layer := Norm())
+    assert isinstance(site_for(layer), TrailingNorm)
 
 
 def test_a_norm_in_place_is_none() -> None:

@@ -131,7 +131,9 @@ def norm_of(module: nn.Module) -> TrailingNorm | None:
     touched.
     """
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
-    attributes = {key: value for key, value in vars(module).items() if key not in OWN}
+    attributes = {
+        k: v for k, v in vars(module).items() if k not in OWN and not k.startswith("__composable_api")
+    }  # FSDP2's
     shapes = {tuple(p.shape) for p in parameters.values()}
     if (
         len(parameters) not in (1, 2)
