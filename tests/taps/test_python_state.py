@@ -494,7 +494,7 @@ class Turns(enum.Enum):
 
 
 class Slotted:
-    __slots__ = ("turned",)
+    __slots__ = "turned"
 
     def __init__(self, turned: int) -> None:
         self.turned = turned
