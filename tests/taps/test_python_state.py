@@ -482,12 +482,22 @@ class Turning(nn.Module):
         self.layer = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        turns = self.axis in (1, 1.0, "turned", (1, 0), [1, 0], Turns.YES) or getattr(self.axis, "turned", 0) == 1
+        turns = (
+            self.axis in (1, 1.0, "turned", (1, 0), [1, 0], {"axis": 1}, Turns.YES)
+            or getattr(self.axis, "turned", 0) == 1
+        )
         return torch.tanh(self.layer(x.transpose(0, int(turns)))).transpose(0, int(turns))
 
 
 class Turns(enum.Enum):
     NO, YES = 0, 1
+
+
+class Slotted:
+    __slots__ = "turned"
+
+    def __init__(self, turned: int) -> None:
+        self.turned = turned
 
 
 TURNS: dict[str, tuple[Any, Any]] = {
@@ -497,6 +507,8 @@ TURNS: dict[str, tuple[Any, Any]] = {
     "tuple": ((0, 1), (1, 0)),
     "enumeration": (Turns.NO, Turns.YES),
     "object": (types.SimpleNamespace(turned=0), types.SimpleNamespace(turned=1)),
+    "dict": ({"axis": 0}, {"axis": 1}),
+    "slots": (Slotted(0), Slotted(1)),
 }
 
 

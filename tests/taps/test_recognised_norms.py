@@ -2,10 +2,12 @@
 
 import copy
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable.contract import contract
 from torch.nn import functional as F
 
 import gramian
@@ -99,6 +101,54 @@ class Gated(Norm):
         return super().forward(x) if gate is None else super().forward(x) * gate
 
 
+class OneFactor(Norm):
+    """One number for all features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.randn(1))
+
+
+class Detached(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.hat(x) * self.gamma.detach()
+
+
+class SlowGamma(Norm):
+    """γ learns at a tenth of the rate."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.hat(x) * (0.1 * self.gamma + 0.9 * self.gamma.detach())
+
+
+class Bounded(Norm):
+    """x̂ is bounded, which only outliers show."""
+
+    def hat(self, x: Tensor) -> Tensor:
+        return super().hat(x).clamp(-2.75, 2.75)
+
+
+class BoundedInput(Norm):
+    def hat(self, x: Tensor) -> Tensor:
+        return super().hat(x.clamp(-5e4, 5e4))
+
+
+class EpsilonByDtype(Norm):
+    def hat(self, x: Tensor) -> Tensor:
+        eps = max(1e-12, torch.finfo(x.dtype).eps) if x.dtype != torch.float64 else self.epsilon
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+class ByAxes(Norm):
+    def hat(self, x: Tensor) -> Tensor:
+        return super().hat(x) if x.dim() == 3 else torch.tanh(x)
+
+
+class InTrainingOnly(Norm):
+    def hat(self, x: Tensor) -> Tensor:
+        return super().hat(x) if self.training else x
+
+
 class Counts(Norm):
     def __init__(self) -> None:
         super().__init__()
@@ -128,6 +178,14 @@ UNKNOWN = {
     "in training": InTraining,
     "gated": Gated,
     "counts": Counts,
+    "one factor": OneFactor,
+    "detached": Detached,
+    "slow gamma": SlowGamma,
+    "bounded": Bounded,
+    "bounded input": BoundedInput,
+    "epsilon by dtype": EpsilonByDtype,
+    "by axes": ByAxes,
+    "in training only": InTrainingOnly,
 }
 
 
@@ -176,22 +234,50 @@ def test_its_epsilon_is_that_of_the_call() -> None:
     assert math.isfinite(float(norms.values.sum()))
 
 
-def test_what_the_rows_of_numbers_do_not_show_is_refused_or_run_again() -> None:
-    """A layer that is a norm on rows [B, T, D] and something else on one token a row."""
+def test_a_norm_that_is_sharded_by_itself_is_one() -> None:
+    """`fully_shard(norm)` is such a function: it leaves its state in attributes of the layer."""
 
-    class Two(Norm):
+    @contract()
+    def mark(module: nn.Module) -> nn.Module:
+        return module
+
+    mark(layer := Norm())
+    assert isinstance(site_for(layer), TrailingNorm)
+
+
+def test_a_norm_in_place_is_none() -> None:
+    class InPlace(LayerScale):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mul_(self.gamma)
+
+    assert isinstance(site_for(InPlace()), Generic)
+
+
+def test_an_epsilon_of_the_class_is_read_again() -> None:
+    class OfClass(Norm):
+        default = 1e-6
+
         def hat(self, x: Tensor) -> Tensor:
-            return super().hat(x) if x.dim() == 3 else torch.tanh(x)
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.default)
 
-    model = nn.Sequential(nn.Linear(D, D), Two()).double()
-    x = torch.randn(B, D, dtype=torch.float64)
-    assert isinstance(site_for(model[1]), TrailingNorm)
-    rows = per_sample_gradients(copy.deepcopy(model), term, (x,))
-    wanted = torch.stack([g.flatten(1).square().sum(1) for g in rows.values()]).sum(0).sqrt()
-    try:
-        with gramian.per_sample_norms(model, loss_reduction="sum") as norms:
-            term(model, x).backward()
-    except gramian.GramianError as refusal:
-        assert "1.gamma" in str(refusal)
-    else:
-        assert_norms(norms.values, wanted)
+    for eps in (1e-6, 1e-5):
+        OfClass.default = eps
+        site = site_for(OfClass())
+        assert isinstance(site, TrailingNorm) and site.eps == eps
+
+
+@pytest.mark.parametrize("norm", [Norm, lambda: nn.LayerNorm(D)])
+def test_features_without_a_batch_axis_are_refused_by_name(norm: Callable[[], nn.Module]) -> None:
+    class OfOneRow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.row = norm(), nn.Embedding(1, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.norm(self.row.weight[0])
+
+    with (
+        pytest.raises(gramian.GramianError, match=r"^norm \(\w+\) saw an input of shape \[8\]"),
+        gramian.per_sample_norms(model := OfOneRow(), loss_reduction="sum"),
+    ):
+        term(model, torch.randn(4, T, D)).backward()

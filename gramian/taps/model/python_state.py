@@ -204,7 +204,8 @@ def attributes(value: Any) -> dict[str, Any]:
 
 @functools.lru_cache(4096)
 def _slots(kind: type) -> tuple[str, ...]:
-    found = [slot for base in kind.__mro__ for slot in vars(base).get("__slots__", ())]
+    slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    found = [slot for names in slots for slot in ((names,) if isinstance(names, str) else names)]
     return tuple(slot for slot in found if not slot.startswith("__"))
 
 

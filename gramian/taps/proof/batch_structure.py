@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gramian.taps.model.python_state import OWN, attributes
 from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.tapped_model import TappedModel
 from gramian.taps.units import Units
@@ -27,7 +28,7 @@ WORDS = frozenset((bool, str, bytes, torch.dtype, torch.device))
 NUMBERS = frozenset((int, float))
 SCALARS = WORDS | NUMBERS
 CONTAINERS = frozenset((type(None), dict, OrderedDict, set, types.FunctionType, types.MethodType))
-"""Types of attributes that are passed over: those of the torch module itself first of all."""
+"""Types of attributes that are passed over (dicts of up to eight are not): those of the torch module itself first of all."""
 _numbers: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
 _count = itertools.count()
 
@@ -63,22 +64,23 @@ def _number(module: nn.Module) -> int:
 
 
 def _flags(module: nn.Module, known: dict[int, Any]) -> list[Any]:
-    """Attributes of a module on which its forward may branch: plain values, and those of plain objects (`module.config`).
+    """Attributes of a module on which its forward may branch: plain values, those of plain objects (`module.config`) and dicts.
 
     `known` {id of an object: its plain values}: modules share such objects. 3 µs for a module.
     """
     found = []
     for name, value in vars(module).items():
         kind = type(value)
-        if kind in CONTAINERS:
+        if kind in CONTAINERS and (kind is not dict or name in OWN or len(value) > 8):
             continue
         flag = _flag(value, kind)
         if flag is not None:
             if name != "_is_full_backward_hook":
                 found.append(flag)
-        elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, Tensor):
+        elif not isinstance(value, Tensor):
             if id(value) not in known:
-                flags = (_flag(one, type(one)) for one in vars(value).values())
+                held = value if kind is dict else attributes(value)
+                flags = (_flag(one, type(one)) for one in held.values())
                 known[id(value)] = tuple(flag for flag in flags if flag is not None)
             found.append(known[id(value)])
     return found

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gramian.core.errors import GramianError
 from gramian.linalg.wide import wide
 from gramian.taps.gradients import Normed, PerSampleGradient, Summed
+from gramian.taps.model.python_state import OWN
 from gramian.taps.sites.channel_norms import narrowest
 from gramian.taps.sites.site import Site, by_sample, trains
 from gramian.taps.sites.site_registry import register_recogniser, register_site
@@ -94,6 +96,8 @@ class Scale(TrailingNorm):
 
 def _trailing_tokens(t: Tensor, batch: int, shape: tuple[int, ...]) -> Tensor:
     """Rows [B·k, …, *shape], k per sample, as [B, T, N] with the N elements of `shape` last."""
+    if t.dim() <= len(shape) and batch != 1:
+        raise GramianError(f"saw an input of shape {list(t.shape)}; expected the batch as first axis, features last")
     split = by_sample(t, batch)
     count = torch.Size(split.shape[1 : split.dim() - len(shape)]).numel()
     return split.reshape(batch, count, torch.Size(shape).numel())
@@ -109,8 +113,10 @@ PLAIN = (int, float, bool, str, type(None), torch.dtype)
 """Attributes that a recognised layer may have, and tuples of them: with others its result may depend on more than its input."""
 COMMON_EPS = (1e-12, 1e-8, 1e-6, 1e-5, 0.0)
 """Values of ε that are tried beside the layer's attributes."""
-ROWS = (1e-6, 1e-3, 1.0, 300.0)
-"""Standard deviations of the rows that a layer is tried on, so that ε, and where it stands, shows."""
+ROWS = (1e-6, 1e-3, 1.0, 1e5)
+"""Standard deviations of the rows that a layer is tried on, so that ε, where it stands, and bounds of its input show."""
+ROUNDED = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+"""Largest such errors in other dtypes, whose ε may be another one."""
 IN_FLOAT64, IN_FLOAT32 = 1e-12, 3e-6
 """Largest error, relative to each row's largest value, of a layer that computes in float64, and of one that does in float32."""
 _known: "weakref.WeakKeyDictionary[type, dict[Any, TrailingNorm | None]]" = weakref.WeakKeyDictionary()
@@ -120,15 +126,20 @@ def norm_of(module: nn.Module) -> TrailingNorm | None:
     """The site of a layer that computes y = γ ⊙ x̂ + β or (1 + γ) ⊙ x̂ + β over the last axis, or with x for x̂; None for others.
 
     Only layers of one argument are asked, without children and buffers, whose attributes are plain values. Once for each class
-    and values: a copy runs in float64 on a few random rows, twice with other γ and β; nothing of the model is touched.
+    and values: a copy runs in float64 on a few random rows, twice with other γ and β, then in the other mode, in other dtypes
+    and numbers of axes. γ and β must also get the gradients of the formula (a detached one has none). Nothing of the model is
+    touched.
     """
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
-    attributes = {key: value for key, value in vars(module).items() if key not in OWN}
+    attributes = {
+        k: v for k, v in vars(module).items() if k not in OWN and not k.startswith("__composable_api")
+    }  # FSDP2's
     shapes = {tuple(p.shape) for p in parameters.values()}
     if (
         len(parameters) not in (1, 2)
         or len(shapes) != 1
-        or len(next(iter(shapes))) != 1
+        or len(width := next(iter(shapes))) != 1
+        or width[0] < 2  # one number for all features
         or not all(p.is_floating_point() for p in parameters.values())
         or any(module._modules.values())
         or module._buffers
@@ -136,20 +147,21 @@ def norm_of(module: nn.Module) -> TrailingNorm | None:
         or len(inspect.signature(type(module).forward).parameters) != 2
     ):
         return None
-    ((width,),) = shapes
-    key = (width, *parameters, *((name, repr(value)) for name, value in attributes.items()), module.training)
+    ofclass = [(k, v) for base in type(module).__mro__[:-2] for k, v in vars(base).items() if isinstance(v, PLAIN)]
+    key = (
+        *width,
+        *parameters,
+        *((name, repr(value)) for name, value in (*ofclass, *attributes.items())),
+        module.training,
+    )
     found = _known.setdefault(type(module), {})
     if key not in found:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
             try:
-                found[key] = _recognised(module, width, list(parameters), attributes)
+                found[key] = _recognised(module, width[0], list(parameters), attributes)
             except Exception:  # whatever its code raises on rows of numbers: it is no norm
                 found[key] = None
     return found[key]
-
-
-OWN = frozenset(vars(nn.Module())) | {"forward"}
-"""Names of attributes that every module has."""
 
 
 def _each(value: Any) -> tuple[Any, ...]:
@@ -163,7 +175,8 @@ def _recognised(module: nn.Module, width: int, names: list[str], attributes: dic
         return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
     x = (drawn(2, len(ROWS), width) + 0.5 * drawn(2, 1, 1)) * torch.tensor(ROWS, dtype=torch.float64)[:, None]
-    tried = [dict(zip(names, (drawn(width), drawn(width)), strict=False)) for _ in range(2)]
+    x[1, :, 0] *= 1000.0  # an outlier in each row, so that bounds of x̂ show
+    tried = [{name: drawn(width).requires_grad_() for name in names} for _ in range(2)]
     runs = [_run(module, one, x) for one in tried]
     epsilons: list[tuple[str | float, float]] = [
         *((name, value) for name, value in attributes.items() if type(value) is float),
@@ -180,8 +193,22 @@ def _recognised(module: nn.Module, width: int, names: list[str], attributes: dic
         error = max(_error(y, one) for y, one in zip(runs, wanted, strict=True))
         if error <= IN_FLOAT32:
             site.names, site.in_float32 = pair, error > IN_FLOAT64
-            return site
+            return site if _holds(module, tried[0], x, runs[0], wanted[0]) else None
     return None
+
+
+def _holds(module: nn.Module, own: dict[str, Tensor], x: Tensor, y: Tensor, wanted: Tensor) -> bool:
+    """True if γ and β get the gradients of `wanted`, the formula for y, and it holds in other dtypes and numbers of axes."""
+    for one, other in zip(*(torch.autograd.grad(t, [*own.values()], x.sign()) for t in (y, wanted)), strict=True):
+        if float((one - other).abs().max()) > IN_FLOAT32 * float(other.abs().max()):
+            return False
+    for shape, (dtype, bound) in itertools.product((x.shape, x.shape[1:], (2, 2, 2, -1)), ROUNDED.items()):
+        rounded = {name: p.detach().to(dtype) for name, p in own.items()}
+        part = x.reshape(-1, x.shape[-1])[: 4 if len(shape) == 2 else None].reshape(shape)
+        got = _run(module, rounded, part.to(dtype))
+        if _error(got.double(), wanted.reshape(-1, x.shape[-1])[: got[..., 0].numel()].reshape(got.shape)) > bound:
+            return False
+    return True
 
 
 def _run(module: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -189,14 +216,17 @@ def _run(module: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Tensor:
     copy = object.__new__(type(module))
     fresh = {key: OrderedDict() if isinstance(value, OrderedDict) else value for key, value in vars(module).items()}
     fresh.pop("forward", None)
+    fresh["training"] ^= x.dtype is not torch.float64  # a norm in both modes, between which one capture may switch
     vars(copy).update(fresh, _parameters=dict.fromkeys(module._parameters) | parameters, _buffers={}, _modules={})
-    y = type(module).forward(copy, x)
-    assert isinstance(y, Tensor) and y.shape == x.shape
+    given = x.clone().requires_grad_() * 1.0
+    y = type(module).forward(copy, given)
+    assert isinstance(y, Tensor) and y.shape == x.shape and torch.equal(given, x)  # not written in place
     return y
 
 
 def _error(y: Tensor, wanted: Tensor) -> float:
     """Largest difference in a row over its largest value, of all rows."""
+    y, wanted = y.detach(), wanted.detach()
     return float(((y - wanted).abs().amax(-1) / wanted.abs().amax(-1)).nan_to_num(torch.inf).max())
 
 
