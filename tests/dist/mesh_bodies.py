@@ -222,7 +222,7 @@ def trained(layout: str, name: str, style: str, steps: int = 4, noise: float = 0
 
 
 def proofs(rank: int) -> None:
-    """Rows are proven, a model that couples its samples is refused on all processes."""
+    """Rows are proven, coupled samples, and parts of a gradient that are alike by chance, are refused on all processes."""
     x = torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     engine, _, _ = private(model := on_two(CASES["mlp"].model(), head=ColwiseParallel(output_layouts=Replicate())))
     model(x).square().sum(1).mean().backward()
@@ -232,6 +232,15 @@ def proofs(rank: int) -> None:
     with refusal("when other samples are replaced"):
         model(x).square().sum(1).mean().backward()
     assert all(p.grad is None for p in model.parameters())
+    engine.detach()
+    alike = HeadNorm()
+    for t in (alike.up.weight, alike.up.bias, alike.down.weight.T):
+        t.data[6:] = t.data[:6]  # parts of the norm's gradient are then the same on both processes
+    engine, _, _ = private(model := on_two(alike))
+    before = {key: local(p.detach()).clone() for key, p in model.named_parameters()}
+    with refusal("^norm: .*differ between processes"):
+        model(x).square().sum(1).mean().backward()
+    assert all(torch.equal(local(p.detach()), before[key]) for key, p in model.named_parameters())
     engine.detach()
 
 

@@ -62,7 +62,9 @@ def plan_physical_batch(
     """
     parallel = grid_of(module, root)
     if parallel.shards:
-        raise GramianError(f"{FIELD}: {given!r} runs forwards that other processes would have to join; expected a number")
+        raise GramianError(
+            f"{FIELD}: {given!r} runs forwards that other processes would have to join; expected a number"
+        )
     stated = None if given == "auto" else parse_bytes(FIELD, given)
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     elements, size = sum(p.numel() for p in trained), sum(p.nbytes for p in trained)
