@@ -162,6 +162,18 @@ class Dropped(nn.Module):
         return self.head(self.drop(self.down(self.up(x).tanh())))
 
 
+class Unbatched(nn.Module):
+    """A position table without a batch axis, which is refused where a batch has another number of samples than tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.up, self.down = nn.Embedding(4, 7), nn.Linear(7, 12), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(x[:, None] + self.positions(torch.arange(4))).tanh())
+        return y
+
+
 class HeadNorm(nn.Module):
     """A norm that is not sharded sees other features on every process."""
 
@@ -356,6 +368,15 @@ def refused_layouts(rank: int) -> None:
 def refused_on_four(rank: int) -> None:
     """Replicas that nobody reduces, and three mesh dimensions."""
     mesh = mesh_of(2, 2)
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    model = parallelize_module(Unbatched(), mesh["tp"], plan)
+    fully_shard(model.down, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    engine, _, _ = private(model)
+    row = rank // 2  # one sample here, three there: this row of the mesh needs no proof, and hears of the refusal
+    with refusal("^positions .*saw 4 rows for a batch of 3" if row else "the row proof failed on another process"):
+        model(torch.randn(1 + 2 * row, 7, generator=torch.Generator().manual_seed(row))).square().mean().backward()
+    engine.detach()
     with refusal("^module: is tensor parallel over 2 of 4 processes; expected"):
         private(
             parallelize_module(CASES["mlp"].model(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
