@@ -242,6 +242,10 @@ class TensorParallel:
         """True if a parameter's placements have a part for this group: what each process sums of it is reduced with them."""
         return isinstance(p, DTensor) and (p.device_mesh.ndim > 1 or p.device_mesh == self.mesh)
 
+    def cuts(self, p: Tensor) -> bool:
+        """True for a parameter of numbers with a fraction of which the processes of this group have different parts."""
+        return self.spreads(p) and _is_shard(p.placements[-1]) and p.is_floating_point()  # type: ignore[attr-defined]
+
     def sum(self, t: Tensor) -> Tensor:
         """The elementwise sum of `t` over the tensor-parallel group; a new tensor unless the group has one process."""
         return t if self.size == 1 else self.exchange.sum(t)

@@ -108,12 +108,12 @@ def _receive(
             saved, output_gradients, extra = site.arranged(saved, output_gradients, layouts, batch, extra)
     if model.tensor_parallel is not None:
         with tap.named_errors():
+            for t in (*saved, *output_gradients) if model.rule.withholds else ():
+                model.tensor_parallel.note(tap.name, t)
             if model.proof_run is not None:  # all samples on every process, so that all come to the same verdict
                 saved = [full_tensor(t) for t in saved]
                 output_gradients = [full_tensor(t) for t in output_gradients]
             else:
-                for t in (*saved, *output_gradients) if model.rule.withholds else ():
-                    model.tensor_parallel.note(tap.name, t)
                 saved = [model.tensor_parallel.take(t, batch) for t in saved]
                 output_gradients = [model.tensor_parallel.take(t, batch) for t in output_gradients]
                 mine = model.tensor_parallel.share(batch)

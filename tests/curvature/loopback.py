@@ -123,8 +123,8 @@ def _patched() -> Any:
     prove = batch_proof.undisturbed
 
     @contextmanager
-    def undisturbed(root: nn.Module, arguments: Any) -> Any:
-        with one_at_a_time, prove(root, arguments):  # it restores the global generator
+    def undisturbed(*arguments: Any) -> Any:
+        with one_at_a_time, prove(*arguments):  # it restores the global generator
             yield
 
     with (

@@ -162,6 +162,18 @@ class Dropped(nn.Module):
         return self.head(self.drop(self.down(self.up(x).tanh())))
 
 
+class Unbatched(nn.Module):
+    """A position table without a batch axis, which is refused where a batch has another number of samples than tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.up, self.down = nn.Embedding(4, 7), nn.Linear(7, 12), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(x[:, None] + self.positions(torch.arange(4))).tanh())
+        return y
+
+
 class HeadNorm(nn.Module):
     """A norm that is not sharded sees other features on every process."""
 
@@ -222,7 +234,7 @@ def trained(layout: str, name: str, style: str, steps: int = 4, noise: float = 0
 
 
 def proofs(rank: int) -> None:
-    """Rows are proven, a model that couples its samples is refused on all processes."""
+    """Rows are proven, coupled samples, and parts of a gradient that are alike by chance, are refused on all processes."""
     x = torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     engine, _, _ = private(model := on_two(CASES["mlp"].model(), head=ColwiseParallel(output_layouts=Replicate())))
     model(x).square().sum(1).mean().backward()
@@ -232,6 +244,15 @@ def proofs(rank: int) -> None:
     with refusal("when other samples are replaced"):
         model(x).square().sum(1).mean().backward()
     assert all(p.grad is None for p in model.parameters())
+    engine.detach()
+    alike = HeadNorm()
+    for t in (alike.up.weight, alike.up.bias, alike.down.weight.T):
+        t.data[6:] = t.data[:6]  # parts of the norm's gradient are then the same on both processes
+    engine, _, _ = private(model := on_two(alike))
+    before = {key: local(p.detach()).clone() for key, p in model.named_parameters()}
+    with refusal("^norm: .*differ between processes"):
+        model(x).square().sum(1).mean().backward()
+    assert all(torch.equal(local(p.detach()), before[key]) for key, p in model.named_parameters())
     engine.detach()
 
 
@@ -347,6 +368,15 @@ def refused_layouts(rank: int) -> None:
 def refused_on_four(rank: int) -> None:
     """Replicas that nobody reduces, and three mesh dimensions."""
     mesh = mesh_of(2, 2)
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    model = parallelize_module(Unbatched(), mesh["tp"], plan)
+    fully_shard(model.down, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    engine, _, _ = private(model)
+    row = rank // 2  # one sample here, three there: this row of the mesh needs no proof, and hears of the refusal
+    with refusal("^positions .*saw 4 rows for a batch of 3" if row else "the row proof failed on another process"):
+        model(torch.randn(1 + 2 * row, 7, generator=torch.Generator().manual_seed(row))).square().mean().backward()
+    engine.detach()
     with refusal("^module: is tensor parallel over 2 of 4 processes; expected"):
         private(
             parallelize_module(CASES["mlp"].model(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})

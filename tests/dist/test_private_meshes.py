@@ -89,6 +89,7 @@ def test_what_is_not_done_is_refused_by_name(rank: int) -> None:
     bodies.refused_layouts(rank)
 
 
+@pytest.mark.few_proofs(every=1)
 @distributed(world_size=4)
 def test_meshes_that_nobody_reduces_over_are_refused_by_name(rank: int) -> None:
     bodies.refused_on_four(rank)

@@ -151,7 +151,11 @@ def test_the_part_of_each_layer_is_clipped_to_the_norm_of_its_rule(tmp_path: Pat
         factor = min(1.0, 1e-3 * weights[layer] / total / norm)
         for name in names:
             torch.testing.assert_close(clipped[name], factor * plain[name], rtol=1e-8, atol=1e-14)
-    for rules, words in ((("blocks*=1",), "has no rule for "), (("*=1", "*none*=2"), "no layer takes '\\*none\\*=2'")):
+    for rules, words in (
+        (("blocks*=1",), "has no rule for "),
+        (("*=1", "*none*=2"), "no layer takes '\\*none\\*=2'"),
+        (("*=0",), "'\\*=0' is no clip norm"),
+    ):
         with refusal(f"privacy.layer_norms: {words}"):
             sums(rules, 1.0)
 

@@ -105,6 +105,8 @@ def layer_limits(rules: Sequence[str], total: float, parameters: Sequence[str]) 
         if rule is None:
             raise GramianError(f'privacy.layer_norms: has no rule for {layer}; expected one, such as "*=1" as the last')
         found.append(float(rule.rpartition("=")[2]))
+        if not 0 < found[-1] < math.inf:
+            raise GramianError(f"privacy.layer_norms: {rule!r} is no clip norm; expected a number above 0")
         used.add(rule)
     for rule in rules:
         if rule not in used:

@@ -52,7 +52,7 @@ class BatchProof:
         Raises:
             GramianError: if a tap refuses a layer, or the model fails once one row for all samples is expanded to B rows.
         """
-        with undisturbed(self.model.root_module, self.samples.leaves):
+        with undisturbed(self.model.root_module, self.samples.leaves, self.model.tensor_parallel):
             runs = ProofRuns(self.model, self.execute, self.samples, 0)
             try:
                 return runs.calls()
@@ -113,7 +113,7 @@ class BatchProof:
             GramianError: if the proof fails under every assumption about these axes.
         """
         samples, self.layers.failure = self.samples, None
-        with undisturbed(self.model.root_module, samples.leaves):
+        with undisturbed(self.model.root_module, samples.leaves, self.model.tensor_parallel):
             beginning = InitialState(self.model.root_module, samples.leaves)
             first = self._prover(samples, beginning)
             try:
@@ -157,7 +157,7 @@ class BatchProof:
         """
         samples = self.samples
         rows = [0 if i in proven.fixed else count for i, count in enumerate(samples.rows)]
-        with undisturbed(self.model.root_module, samples.leaves):
+        with undisturbed(self.model.root_module, samples.leaves, self.model.tensor_parallel):
             prover = Prover(self.model, self.execute, replace(samples, rows=rows), seed=self.seed())
             outputs = OutputKinds(samples, prover.runs)
             if prover.open:

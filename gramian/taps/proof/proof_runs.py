@@ -210,7 +210,12 @@ class ProofRuns:
             drew = self.beginning.drew
             prints = [self._fingerprint(y) for y in outputs]
             pairs, misfits = self._pairs(outputs, source)
+            shares = self._model.tensor_parallel
+            if shares is not None:
+                shares.forget_noted()
             _grad(pairs, [self._model.probe])  # also of what does not fit: other processes may gather for it
+            if shares is not None:
+                shares.require_same_noted()
         if misfits:
             raise Refuted(
                 f"{self.titles[misfits[0]]}: has another shape when other samples are there; expected rows of samples"

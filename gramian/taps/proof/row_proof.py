@@ -268,7 +268,7 @@ class RowProof:
         """
         lockstep, root, failure = self.model.lockstep, self.model.root_module, None
         reshard(root)
-        with zeros_filled(root):
+        with zeros_filled(root, self.model.tensor_parallel):
             try:
                 yield
             except GramianError as error:

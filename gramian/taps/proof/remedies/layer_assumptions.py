@@ -100,10 +100,12 @@ class LayerAssumptions:
         """Where the samples lie in the calls of layers that have them elsewhere than on axis 0; 2⌈log₂ B⌉ + 1 runs.
 
         `brief`: two runs, or one, where these show that no layer can have them elsewhere.
-        {} if the model fails in one of them, or all samples are equal. A layer of products whose calls differ goes on with its
-        fallback.
+        {} if it fails in one of them, is tensor parallel, or all samples are equal. A layer of products whose calls differ
+        goes on with its fallback.
         """
         model, samples = self.model, replace(self.samples, units=None)
+        if model.tensor_parallel is not None:  # a part of an output has no fingerprint, and others wait if it fails
+            return {}
         axes = SampleAxes(samples.batch, 0)
         with undisturbed(model.root_module, samples.leaves):
             prover = Prover(model, self.execute, samples, seed=self.seed())
