@@ -126,7 +126,7 @@ def _measured(root: nn.Module, forward: Callable[[], Any]) -> tuple[int, int]:
 
     try:
         with preserve_state(root, counters=True), torch.compiler.set_stance("force_eager"):
-            with saved_tensors_hooks(pack, lambda t: t):
+            with torch.enable_grad(), saved_tensors_hooks(pack, lambda t: t):
                 made = forward()
             outputs = sum(t.nbytes for t in pytree.tree_leaves(made) if isinstance(t, Tensor))
     except Exception as problem:
