@@ -1,6 +1,7 @@
 """The row proof on gloo processes: under DDP each proves its own batches; under FSDP2 all prove, and all raise, or none."""
 
 import math
+import weakref
 from copy import deepcopy
 
 import pytest
@@ -23,23 +24,26 @@ SIZES = ((3, 1), (1, 4), (5, 5), (2, 0), (0, 9))
 COUPLED = ("centred", "sorted", "one row less")
 
 
+HOW: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()
+
+
 class Net(nn.Module):
     """Two layers, between which samples may be coupled."""
 
     def __init__(self, how: str = "apart") -> None:
         super().__init__()
-        self.first, self.last, self.options = nn.Linear(4, 5), nn.Linear(5, 3), {"how": how}
+        self.first, self.last, self.how = nn.Linear(4, 5), nn.Linear(5, 3), how
         if how == "shared":
             self.table = nn.Embedding(2, 3)
 
     @property
     def how(self) -> str:
-        """How samples are coupled; in a dict, whose values are not compared as those of attributes are."""
-        return self.options["how"]
+        """How samples are coupled; outside of the model, whose attributes are compared in every forward."""
+        return HOW[self]
 
     @how.setter
     def how(self, how: str) -> None:
-        self.options["how"] = how
+        HOW[self] = how
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         h = torch.tanh(self.first(x))

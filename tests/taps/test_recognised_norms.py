@@ -159,6 +159,14 @@ class Counts(Norm):
         return super().forward(x)
 
 
+class Keeps(Norm):
+    """Keeps a loss of its own on itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.gamma.square().sum()
+        return super().forward(x)
+
+
 KNOWN = {
     "root mean square": Norm,
     "with a shift": lambda: Norm(shift=True),
@@ -171,6 +179,7 @@ KNOWN = {
     "layer scale": LayerScale,
 }
 UNKNOWN = {
+    "keeps": Keeps,
     "epsilon outside": EpsilonOutside,
     "over tokens": OverTokens,
     "bent": Bent,

@@ -218,9 +218,10 @@ def _run(module: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Tensor:
     fresh.pop("forward", None)
     fresh["training"] ^= x.dtype is not torch.float64  # a norm in both modes, between which one capture may switch
     vars(copy).update(fresh, _parameters=dict.fromkeys(module._parameters) | parameters, _buffers={}, _modules={})
-    given = x.clone().requires_grad_() * 1.0
+    given, before = x.clone().requires_grad_() * 1.0, dict(vars(copy))
     y = type(module).forward(copy, given)
     assert isinstance(y, Tensor) and y.shape == x.shape and torch.equal(given, x)  # not written in place
+    assert vars(copy).keys() == before.keys() and all(vars(copy)[key] is value for key, value in before.items())
     return y
 
 
