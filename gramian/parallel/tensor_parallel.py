@@ -148,10 +148,13 @@ class TensorParallel:
         found = [_projection(full_tensor(t)) for t in inputs if not t.is_meta]
         shapes = [[*t.shape] for t in inputs]
         reports = self.gather_messages([shapes, torch.stack([p for p, _ in found]).tolist() if found else []])
-        for rank, (others, theirs) in enumerate(reports):
-            same = others == reports[0][0] and all(
-                abs(other[0] - first[0]) <= allowed * first[1]
-                for other, first, (_, allowed) in zip(theirs, reports[0][1], found, strict=True)
+        first_shapes, first_projections = reports[0]
+        for rank, (its_shapes, projections) in enumerate(reports):
+            same = its_shapes == first_shapes and all(
+                abs(projection - of_first) <= allowed * norm
+                for (projection, _), (of_first, norm), (_, allowed) in zip(
+                    projections, first_projections, found, strict=True
+                )
             )
             if not same:
                 raise GramianError(

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import gramian
 from gramian.oracles.single_sample import per_sample_gradients
 from gramian.taps.sites import Generic, site_for
-from gramian.taps.sites.normalization import Scale, TrailingNorm
+from gramian.taps.sites.normalization import Scale, TrailingNorm, _epsilon
 from tests.taps.checks import assert_norms
 
 pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs]
@@ -271,8 +271,29 @@ def test_an_epsilon_of_the_class_is_read_again() -> None:
 
     for eps in (1e-6, 1e-5):
         OfClass.default = eps
-        site = site_for(OfClass())
-        assert isinstance(site, TrailingNorm) and site.eps == eps
+        site = site_for(layer := OfClass())
+        assert isinstance(site, TrailingNorm) and _epsilon(layer, site.eps, torch.float64) == eps
+
+
+def test_an_epsilon_of_the_class_may_change_inside_of_a_capture() -> None:
+    class OfClass(Norm):
+        epsilon = 1e-2
+
+        def __init__(self) -> None:
+            super().__init__()
+            del self.epsilon
+
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(D, D), OfClass()).double()
+    assert isinstance(site_for(model[1]), TrailingNorm)
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    with gramian.per_sample_norms(model, loss_reduction="sum") as norms:
+        term(model, x).backward()
+        OfClass.epsilon = 0.5
+        term(model, x).backward()
+    rows = per_sample_gradients(copy.deepcopy(model), term, (x,))
+    wanted = torch.stack([g.flatten(1).square().sum(1) for g in rows.values()]).sum(0).sqrt()
+    assert_norms(norms.values[B:], wanted)
 
 
 @pytest.mark.parametrize("norm", [Norm, lambda: nn.LayerNorm(D)])

@@ -23,7 +23,7 @@ from gramian.taps.tapped_model import TappedModel
 from gramian.taps.units import Units
 
 AXES = frozenset(range(-4, 5))
-"""Numbers that are told apart in attributes: axes, and other small numbers on which code may branch."""
+"""Numbers in attributes whose change makes another structure: axes, and other small numbers on which code may branch."""
 WORDS = frozenset((bool, str, bytes, torch.dtype, torch.device))
 NUMBERS = frozenset((int, float))
 SCALARS = WORDS | NUMBERS

@@ -49,8 +49,8 @@ def _without_hooks_around() -> AbstractContextManager[Any]:
 def zeros_filled(root: nn.Module, shares: TensorParallel | None = None) -> Iterator[None]:
     """Context manager: weight matrices that are all zero have random values inside, and are zero again afterwards.
 
-    Weights sharded over the group `shares` are scaled by random numbers of each process inside: where heads are alike, a
-    part of a gradient that nobody adds up would be the same on all processes, and could not be told from the whole.
+    Weights sharded over the group `shares` are scaled by random numbers of each process inside: where heads are alike,
+    each process would compute the same part of a whole weight's gradient, which looks as if all had computed the whole.
     """
     parts = [local(p.detach()) for p in root.parameters() if shares is not None and shares.cuts(p)]
     kept = [part.clone() for part in parts]

@@ -158,7 +158,7 @@ def norm_of(module: nn.Module) -> TrailingNorm | None:
     if key not in found:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
             try:
-                found[key] = _recognised(module, width[0], list(parameters), attributes)
+                found[key] = _recognised(module, width[0], list(parameters), dict(reversed(ofclass)) | attributes)
             except Exception:  # whatever its code raises on rows of numbers: it is no norm
                 found[key] = None
     return found[key]
