@@ -4,6 +4,7 @@ Attention and recurrent layers draw other numbers there than in their fused kern
 captured in the mode that replaces these, from the same seed, and differentiates each sample's term by itself.
 """
 
+import gc
 from copy import deepcopy
 from functools import partial
 
@@ -106,3 +107,4 @@ def test_checkpoints_inside_such_a_layer_recompute_plain_dropout_and_refuse_atte
     model = make(inner=recomputed(Toy(attends, layer=nn.Linear(D, D)))).double().cuda()
     with refused("model (Toy)", "attention with dropout in a checkpoint"), gramian.per_sample_norms(model):
         terms(model, x).sum().backward()
+    gc.collect()  # a checkpoint that an error leaves keeps its hooks on saved tensors while its frame lives

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
@@ -101,7 +101,7 @@ class OutsideParameters:
             p for optimizer in self._other_optimizers for group in optimizer.param_groups for p in group["params"]
         ]
         for p in (*self._behind.keys(), *stepped):
-            if id(p) not in self._trained and p.requires_grad and accumulates(get_gradient_edge(p).node):
+            if id(p) not in self._trained and p.requires_grad and accumulates(_leaf(p)):
                 raise GramianError(
                     f"{self._name(p)}: gets an ordinary gradient in the backward of the private model, which has no noise; "
                     "expected all that trains in the module and the optimizer of make_private, and the rest frozen or detached"
@@ -122,3 +122,9 @@ class OutsideParameters:
         root = self._root()
         names = {id(q): name for name, q in named_parameters(root)} if root is not None else {}
         return names.get(id(p), f"a parameter of shape {list(p.shape)} outside of the module")
+
+
+def _leaf(p: Tensor) -> Node:
+    """The node that adds to `p.grad`. A compiled backward runs without gradients, where older torch versions know of none."""
+    with torch.enable_grad():
+        return get_gradient_edge(p).node
