@@ -7,8 +7,7 @@ the tap.
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,16 +62,9 @@ class Tap:
         self.name, self.site, self.parameters, self.is_root = found.name, found.site, found.parameters, is_root
         self.products = found.site if isinstance(found.site, InlineProducts) else None
 
-    @contextmanager
-    def named_errors(self) -> Iterator[None]:
+    def named_errors(self) -> "NamedErrors":
         """Context manager that puts the layer's name in front of GramianErrors raised inside it."""
-        try:
-            yield
-        except GramianError as error:
-            name = f"{self.name or 'model'} ({type(self.owner()).__name__}) "
-            if str(error).startswith(name):
-                raise
-            raise LayerRefused(name + str(error), self.name) from None
+        return NamedErrors(self)
 
     def count_traced_use(self) -> int:
         """Count a call of this layer while `torch.compile` traces a graph; returns the number of earlier calls in the graph."""
@@ -84,3 +76,23 @@ class Tap:
 
     # What torch.compiler.assume_constant_result does; calling it would import the compiler with gramian.
     count_traced_use._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class NamedErrors:
+    """The context manager of `Tap.named_errors`: a class, since every call of a layer enters some."""
+
+    __slots__ = ("tap",)
+
+    def __init__(self, tap: Tap) -> None:
+        """Of the layer of this tap."""
+        self.tap = tap
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Raise an error with the layer's name in place of one without it."""
+        if isinstance(error, GramianError):
+            name = f"{self.tap.name or 'model'} ({type(self.tap.owner()).__name__}) "
+            if not str(error).startswith(name):
+                raise LayerRefused(name + str(error), self.tap.name) from None

@@ -597,8 +597,8 @@ BUGS = (
         "embedding left out of the norm",
         Edit(
             "sample_norms:add_norms",
-            "work.add(record.parameter, gradient.squared_norms())",
-            "type(gradient).__name__ == 'Indexed' or work.add(record.parameter, gradient.squared_norms())",
+            "work.add(name, gradient.squared_norms())",
+            "type(gradient).__name__ == 'Indexed' or work.add(name, gradient.squared_norms())",
         ),
         _sums("padded_embedding", "bookkeeping"),
     ),

@@ -22,7 +22,13 @@ from gramian.privacy.clipping.clip_factors import SLACK, ClipFunction, ClippedBa
 from gramian.privacy.clipping.clipping_plan import ClippingPlan, ClippingRow
 from gramian.privacy.clipping.clipping_planner import REMEMBERED, ClippingPlanner, share_of
 from gramian.privacy.clipping.clipping_work import ClippingWork, SavedForClipping, SumReceiver
-from gramian.privacy.clipping.sample_norms import add_metric_norms, add_norms, confirm_factors, guess_factors
+from gramian.privacy.clipping.sample_norms import (
+    add_metric_norms,
+    add_norms,
+    confirm_factors,
+    guess_factors,
+    let_wait,
+)
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.privacy.clipping.weighted_sums import sum_ahead, sum_in_second_pass, sum_small, take_sum
 from gramian.privacy.metric.public_metric import PublicMetric
@@ -204,12 +210,14 @@ class Clipping:
             return
         row = self._row(work, record)
         work.slack = max(work.slack, SLACK[record.gradient.dtype])
-        with work.time("norm", record.parameter, record.gradient, row.way):
-            block = None if work.metric is None else work.metric.blocks.get(record.parameter)
-            if block is None and row.way == "sum":
-                work.small_gradients[record.parameter] = flat(record.gradient.per_sample())
-                return
-            gradient = add_norms(work, record, row) if block is None else add_metric_norms(work, record, row, block)
+        block = None if work.metric is None else work.metric.blocks.get(record.parameter)
+        gradient = let_wait(work, record, row) if block is None else None
+        if gradient is None:
+            with work.time("norm", record.parameter, record.gradient, row.way):
+                if block is None and row.way == "sum":
+                    work.small_gradients[record.parameter] = flat(record.gradient.per_sample())
+                    return
+                gradient = add_norms(work, record, row) if block is None else add_metric_norms(work, record, row, block)
         if not work.norms_only:
             work.saved[record.parameter] = SavedForClipping.of(gradient)
             work.saved_bytes += row.held

@@ -12,7 +12,7 @@ from gramian.privacy.clipping.clip_factors import ClipFunction
 from gramian.privacy.clipping.clipping_plan import ClippingPlan, ClippingRow
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.privacy.metric.public_metric import PublicMetric
-from gramian.taps.gradients import ExplicitGradient, Outer, PerSampleGradient
+from gramian.taps.gradients import ExplicitGradient, GroupedOuter, Outer, PerSampleGradient
 from gramian.taps.records import PassInfo
 
 
@@ -85,6 +85,8 @@ class ClippingWork:
     slack: float = 0.0
     squares: dict[int, Tensor] = field(default_factory=dict)
     """{number of a norm of the clip function: sum over its parameters so far of each sample's squared gradient norm: [B]}."""
+    waiting: dict[str, Outer | GroupedOuter] = field(default_factory=dict)
+    """{parameter: gradient} of products whose norms are computed at the end of the backward."""
     gram_group: dict[str, Outer] = field(default_factory=dict)
     """{parameter: gradient} of layers with the same input or output gradient, whose norms will be computed together."""
     incomplete: dict[str, dict[str, PerSampleGradient]] = field(default_factory=dict)

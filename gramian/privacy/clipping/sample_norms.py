@@ -8,7 +8,7 @@ guess is confirmed later.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -27,30 +27,66 @@ LARGEST_GRAM_GROUP = 4
 """Largest number of layers with a common input or output gradient whose norms are computed together."""
 
 
+def let_wait(work: ClippingWork, record: ParameterRecord, row: ClippingRow) -> PerSampleGradient | None:
+    """Let the norms of a product that is saved for its sum anyway wait for the end of the backward (`add_waiting`).
+
+    The backward itself is then almost as quick for the host as autograd's own, and the device has work while norms are begun.
+
+    Returns:
+        The gradient that is saved; None: not such a product, whose norms are to be added now (`add_norms`).
+    """
+    if work.norms_only or row.way == "keep" or not _is_product(record.gradient):
+        return None
+    gradient = record.gradient.copy() if record.borrowed else record.gradient
+    work.waiting[record.parameter] = gradient
+    return gradient
+
+
+def _is_product(gradient: PerSampleGradient) -> TypeGuard[Outer | GroupedOuter]:
+    return isinstance(gradient, GroupedOuter) or (isinstance(gradient, Outer) and gradient.tokens > 1)
+
+
 def add_norms(work: ClippingWork, record: ParameterRecord, row: ClippingRow) -> PerSampleGradient:
     """Add a parameter's squared per-sample norms to `work`, as its line `row` of the plan says.
 
     Returns:
         The gradient from which its clipped sum will be formed.
     """
-    gradient = record.gradient
+    gradient, name = record.gradient, record.parameter
     if row.way == "keep" and not work.norms_only:
         explicit = ExplicitGradient(_per_sample_in_own_dtype(gradient), gradient.dtype)
-        work.add(record.parameter, explicit.squared_norms())
+        work.add(name, explicit.squared_norms())
         return explicit
+    if _is_product(gradient):
+        _add_product_norms(work, name, gradient, row.way, at_once=record.borrowed)
+        return gradient
     if record.borrowed and not work.norms_only:
         gradient = gradient.copy()
-    if isinstance(gradient, GroupedOuter):
-        way = row.way if row.way in ("gram", "direct") else gradient.algorithm("auto")
-        _add_doubtful(work, {record.parameter: gradient}, *gradient.squares_by(way))
-    elif isinstance(gradient, Outer) and gradient.tokens > 1:
-        if row.way == "gram":
-            _join_gram_group(work, record.parameter, gradient, at_once=record.borrowed)
-        else:
-            _add_doubtful(work, {record.parameter: gradient}, *direct_of(gradient))
-    else:
-        work.add(record.parameter, gradient.squared_norms())
+    work.add(name, gradient.squared_norms())
     return gradient
+
+
+def add_waiting(work: ClippingWork) -> None:
+    """Add the norms of the products that waited for the end of the backward, and of the last group of layers."""
+    for name, gradient in work.waiting.items():
+        way = work.rows[name].way
+        with work.time("norm", name, gradient, way):
+            _add_product_norms(work, name, gradient, way, at_once=False)
+    work.waiting.clear()
+    flush_gram_group(work)
+
+
+def _add_product_norms(
+    work: ClippingWork, name: str, gradient: Outer | GroupedOuter, way: str, *, at_once: bool
+) -> None:
+    """Add squared norms [B] of LᵀR by Gram matrices, with layers that share a side, or directly."""
+    if isinstance(gradient, GroupedOuter):
+        way = way if way in ("gram", "direct") else gradient.algorithm("auto")
+        _add_doubtful(work, {name: gradient}, *gradient.squares_by(way))
+    elif way == "gram":
+        _join_gram_group(work, name, gradient, at_once)
+    else:
+        _add_doubtful(work, {name: gradient}, *direct_of(gradient))
 
 
 def add_metric_norms(
@@ -158,7 +194,7 @@ def guess_factors(work: ClippingWork) -> tuple[ClippedBatch, dict[int, Tensor], 
         The clipped batch; the squared norms [B] of those parameters whose norms cannot be doubtful; and a function
         that waits for the device and returns the flags for `confirm_factors`.
     """
-    flush_gram_group(work)
+    add_waiting(work)
     for gradients in work.incomplete.values():  # their other parameters got no gradient
         assert work.metric is not None
         _measure_in_metric(work, work.metric.blocks[next(iter(gradients))], gradients, "auto")
