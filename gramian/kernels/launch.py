@@ -112,6 +112,11 @@ def _descriptor_strides(x_BTN: Tensor) -> list[int]:
     return [x_BTN.stride(0) if samples > 1 else tokens * per_token, per_token, 1]
 
 
+def strides(x_BTN: Tensor, descriptor: bool) -> tuple[int | None, ...]:
+    """The kernel arguments for the strides of x [B, T, N]; none beside a TMA descriptor: a launch takes time by argument."""
+    return (None, None, None) if descriptor else x_BTN.stride()
+
+
 def operand(x_BTN: Tensor, descriptor: bool, tokens: int, columns: int) -> Any:
     """The kernel argument for reading tiles [tokens, columns] of x [B, T, N]: a TMA descriptor if `descriptor`, else x itself.
 

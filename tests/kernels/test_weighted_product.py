@@ -82,6 +82,24 @@ def test_half_precision_in_is_rounded_once():
 
 
 @pytest.mark.parametrize("function", [weighted_product_kernel, weighted_product_twin])
+@pytest.mark.parametrize("parts", [1, 3, 7])
+def test_weights_of_every_size_with_zeros_among_them(function, parts):
+    """Samples are added by ascending weight, in one accumulator that is rescaled between them."""
+    left, right, _ = case(7, 20, 18, 20)
+    weights = torch.tensor([1e-12, 0.0, 3.0, -0.0, 1e8, 0.0, -1e-3])
+    left, right = left / weights.abs().clamp(min=1e-30)[:, None, None].sqrt(), right
+    right = right / weights.abs().clamp(min=1e-30)[:, None, None].sqrt()
+    left[weights == 0] = float("nan")
+    settings = {"tiles": SMALL, "parts": parts} if function is weighted_product_kernel else {}
+    got = interpreted(function, left, right, weights, torch.float32, **settings)
+    kept = weights != 0
+    close(got, left[kept], right[kept], weights[kept])
+    weights[:] = 0
+    got = interpreted(function, left, right, weights, torch.float32, **settings)
+    assert got.eq(0).all()
+
+
+@pytest.mark.parametrize("function", [weighted_product_kernel, weighted_product_twin])
 @pytest.mark.parametrize("parts", [1, 3])
 def test_a_sample_of_weight_zero_adds_nothing_whatever_it_holds(function, parts):
     left, right, weights = case(4, 20, 18, 20)

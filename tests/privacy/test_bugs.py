@@ -645,8 +645,8 @@ BUGS = (
             Edit("observer:open_use", "if in_backward():", "if False:"),
             Edit(
                 "PassBook._deliver",
-                "parts = pass_.arrived.pop(name)",
-                "parts = pass_.arrived.pop(name); parts = parts * (pass_.uses[name] // len(parts))",
+                "pass_.delivered.add(name)",
+                "pass_.delivered.add(name); parts = parts * (pass_.uses[name] // len(parts))",
             ),
         ),
         partial(test_clipping.test_checkpointed_blocks, "gpt", "auto"),
@@ -714,7 +714,7 @@ BUGS = (
     ),
     Mutation(
         "sum rounded to half precision before its noise",
-        Edit("GradientSums._add", "self._wide_sums[name] = part", "pass"),
+        Edit("GradientSums._round", "self._wide_sums |= sums", "pass"),
         partial(
             test_regressions.test_without_a_sample_what_is_noised_changes_by_the_clip_norm_also_in_half_precision,
             torch.bfloat16,
@@ -889,14 +889,14 @@ BUGS = (
     Mutation(
         "weight gradients of the first pass left",
         (
-            Edit("layer_forward:run_layer", "if model.rule.withholds:\n        plain", "if False:\n        plain"),
+            Edit("layer_forward:run_layer", "if withholds:\n        leaves", "if False:\n        leaves"),
             Swap("bypass:_refuse", lambda name, gradient: None),
         ),
         _sums("mlp", "two_pass"),
     ),
     Mutation(
         "weights not detached",
-        Edit("layer_forward:run_layer", "if model.rule.withholds:\n        plain", "if False:\n        plain"),
+        Edit("layer_forward:run_layer", "if withholds:\n        leaves", "if False:\n        leaves"),
         _sums("mlp"),
     ),
     Mutation(
@@ -928,7 +928,9 @@ BUGS = (
     ),
     Mutation(
         "auxiliary loss of a layer without a formula dropped",
-        Edit("layer_forward:_leaves", "if tap.site.compiles or torch.compiler.is_compiling():", "if True:"),
+        Edit(
+            "layer_forward:run_layer", "leaves = None if compiling or site.compiles else", "leaves = None if True else"
+        ),
         partial(
             test_regressions.test_a_gradient_past_the_outputs_of_a_layer_without_a_formula_is_named,
             False,
@@ -1581,7 +1583,7 @@ BUGS = (
         "Gram kernel without a mask beyond the width",
         Edit(
             "gram_squares:gram_squares_kernel",
-            "(*tensor.stride(), tensor.shape[2])",
+            "(*strides(tensor, descriptor), tensor.shape[2])",
             "(*tensor.stride(), -(-tensor.shape[2] // tiles.depth) * tiles.depth)",
         ),
         _gram_at_the_edges,

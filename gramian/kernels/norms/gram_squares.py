@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
-from gramian.kernels.launch import Tiles, cheapest, on_device, operand, takes_kernel, wants_descriptors
+from gramian.kernels.launch import Tiles, cheapest, on_device, operand, strides, takes_kernel, wants_descriptors
 from gramian.plan.norm_algorithm import CHUNK_ELEMENTS
 
 MOST_LEFTS = 4
@@ -100,12 +100,12 @@ def gram_squares_kernel(
     sums_2BP = right_BTN.new_empty((2, samples, pairs), dtype=torch.float32)
     if sums_2BP.numel():
         given = [operand(tensor, descriptor, tiles.rows, tiles.depth) for tensor in operands]
-        shapes: list[Any] = [(*tensor.stride(), tensor.shape[2]) for tensor in operands]
+        shapes: list[Any] = [(*strides(tensor, descriptor), tensor.shape[2]) for tensor in operands]
         unused = MOST_LEFTS - len(lefts)
         with on_device(right_BTN):
             triton_kernels.gram_squares[(samples * pairs,)](
-                *sums_2BP, *given, *[given[0]] * unused, tokens, -(-tokens // tiles.rows), pairs,
-                *[number for shape in shapes + [shapes[0]] * unused for number in shape],
+                *sums_2BP, *given, *[None] * unused, tokens, -(-tokens // tiles.rows), pairs,
+                *[number for shape in shapes for number in shape], *[None] * (4 * unused),
                 LEFTS=len(lefts), TILE=tiles.rows, DEPTH=tiles.depth, GROUP=group, DESCRIPTOR=descriptor, **tiles.options,
             )  # fmt: skip
     squares_B, diagonal_B = sums_2BP.sum(2, dtype=torch.float64).float()

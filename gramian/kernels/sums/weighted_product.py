@@ -3,22 +3,31 @@
 B samples, T tokens, M and N features. L and R are, for example, output gradients and inputs of a linear layer.
 """
 
+import functools
+
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
 from gramian.kernels.launch import (
     DTYPES,
     Tiles,
-    cheapest,
     on_device,
     operand,
     processors,
+    strides,
     takes_kernel,
     wants_descriptors,
 )
 
+_BULK = (
+    Tiles(rows=128, columns=256, depth=64, warps=8, stages=4, cost=1.6),
+    Tiles(rows=256, columns=128, depth=64, warps=8, stages=3, cost=1.6),
+    Tiles(rows=64, columns=64, depth=64, warps=4, stages=4, cost=0.5),
+)
+"""Tiles that are read by bulk copies (TMA)."""
 _HALF = (
     Tiles(rows=128, columns=128, depth=64, warps=8, stages=4, cost=1.0),
     Tiles(rows=64, columns=64, depth=64, warps=4, stages=4, cost=0.5),
@@ -92,16 +101,14 @@ def weighted_product_kernel(
     columns = right_BTN.shape[2]
     if not (samples and tokens and rows and columns):
         return left_BTM.new_zeros((rows, columns), dtype=out_dtype)
-    if tiles is None:
-        choices = _HALF if common.itemsize == 2 else _SINGLE
-        tiles = cheapest([(choice, choice.over(rows, columns)) for choice in choices], left_BTM)
     if descriptor is None:
         descriptor = wants_descriptors(left_BTM, right_BTN)
+    choices = (tiles,) if tiles is not None else _BULK if descriptor else _HALF if common.itemsize == 2 else _SINGLE
+    tiles, most = _divided(choices, samples, tokens, rows, columns, processors(left_BTM))
     steps_per_sample = -(-tokens // tiles.depth)
     steps = samples * steps_per_sample
     programs = tiles.over(rows, columns)
-    if parts is None:
-        parts = max(1, min(processors(left_BTM) // programs, steps // 16))
+    parts = most if parts is None else parts
     steps_per_part = -(-steps // parts)
     parts = -(-steps // steps_per_part)
     out_PMN = left_BTM.new_empty((parts, rows, columns), dtype=out_dtype if parts == 1 else torch.float32)
@@ -110,9 +117,40 @@ def weighted_product_kernel(
             out_PMN,
             operand(left_BTM, descriptor, tiles.depth, tiles.rows),
             operand(right_BTN, descriptor, tiles.depth, tiles.columns),
-            weights_B.to(torch.float32).contiguous(),
+            *_ascending(weights_B),
             tokens, steps_per_sample, steps, steps_per_part, -(-rows // tiles.rows), -(-columns // tiles.columns),
-            *out_PMN.stride()[:2], *left_BTM.stride(), rows, *right_BTN.stride(), columns,
+            *out_PMN.stride()[:2], *strides(left_BTM, descriptor), rows, *strides(right_BTN, descriptor), columns,
             ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth, GROUP=group, DESCRIPTOR=descriptor, **tiles.options,
         )  # fmt: skip
     return out_PMN[0] if parts == 1 else out_PMN.sum(0).to(out_dtype)
+
+
+@functools.lru_cache(1024)
+def _divided(
+    choices: tuple[Tiles, ...], samples: int, tokens: int, rows: int, columns: int, processors: int
+) -> tuple[Tiles, int]:
+    """The fastest of some tile sizes for this product on a device of so many processors, and the parts of its sum."""
+    found = []
+    for tiles in choices:
+        programs = tiles.over(rows, columns)
+        parts = max(1, min(processors // programs, samples * -(-tokens // tiles.depth) // 16))
+        found.append((-(-programs * parts // processors) * tiles.cost / parts, tiles, parts))
+    return min(found, key=lambda one: one[0])[1:]
+
+
+_ascending_of = WeakTensorKeyDictionary()
+"""{weights of samples: what `_ascending` returned for them and their version}: a step uses one tensor for all its layers."""
+
+
+def _ascending(weights_B: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Samples by ascending |weight|: numbers [B], weights [B], ratios [B] of the weight before to the own, count of zeros."""
+    found, version = _ascending_of.get(weights_B, (None, -1))
+    if found is None or version != weights_B._version:
+        order_B = weights_B.abs().argsort()  # NaN comes last
+        sorted_B = weights_B.to(torch.float32)[order_B]
+        before_B = sorted_B.roll(1)
+        before_B[0] = 0
+        ratios_B = torch.where(before_B == 0, 0, before_B / sorted_B)
+        found = order_B, sorted_B, ratios_B, (sorted_B == 0).sum()
+        _ascending_of[weights_B] = found, weights_B._version
+    return found  # type: ignore[no-any-return]

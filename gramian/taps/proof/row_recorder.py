@@ -93,6 +93,7 @@ class Recorder:
     """Units (samples, or groups that count as one) whose own gradients are recorded as sketches (projections and norms)."""
     per_sample: bool = True
     takes_shares: bool = False
+    reads_calls: bool = True
     only: frozenset[str] | None = None
     statistics: Sequence[Any] = ()
     proof: str | int = "off"
