@@ -7,10 +7,10 @@ from gramian.kernels.checksums import checksums
 from gramian.kernels.norms.direct_squares import _HALF as DIRECT_TILES
 from gramian.kernels.norms.direct_squares import direct_squares, direct_squares_kernel
 from gramian.kernels.norms.gram_squares import _HALF as GRAM_TILES
-from gramian.kernels.norms.gram_squares import gram_squares, gram_squares_kernel
+from gramian.kernels.norms.gram_squares import gram_squares
 from gramian.kernels.sums.token_sums import normed_sums, normed_sums_twin, token_sums
 from gramian.kernels.sums.weighted_product import _HALF as PRODUCT_TILES
-from gramian.kernels.sums.weighted_product import weighted_product, weighted_product_kernel
+from gramian.kernels.sums.weighted_product import weighted_product
 from gramian.kernels.sums.weighted_sum import row_squares, weighted_sum
 from tests.kernels import LAYOUTS, laid_out
 

@@ -7,12 +7,21 @@ from hypothesis import strategies as st
 
 from gramian.core.errors import GramianError
 from gramian.kernels.launch import Tiles
-from gramian.kernels.sums.weighted_product import weighted_product, weighted_product_kernel, weighted_product_twin
+from gramian.kernels.sums.weighted_product import (
+    weighted_product,
+    weighted_product_twin,
+    weighted_products,
+    weighted_products_kernel,
+)
 from tests.kernels import LAYOUTS, interpreted, laid_out, random
 from tests.kit.close import close_to_sum
 from tests.kit.matrix import examples
 
 SMALL = Tiles(rows=16, columns=32, depth=16, warps=4, stages=2, cost=1.0)
+
+
+def weighted_product_kernel(left, right, *args, **kwargs):
+    return weighted_products_kernel([left], [right], *args, **kwargs)[0]
 
 
 def case(samples, tokens, rows, columns, dtype=torch.float32, layout="contiguous", seed=0):
@@ -48,6 +57,23 @@ def test_kernel_in_every_layout(dtype, layout, descriptor):
     )
     assert got.dtype == torch.float32
     close(got, left, right, weights)
+
+
+@pytest.mark.parametrize("descriptor", [False, True])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_several_products_in_one_launch(layout, parts, descriptor):
+    cases = [case(3, 35, 37, 70, torch.float16, layout, seed=3 * k) for k in range(3)]
+    lefts, rights = [left for left, _, _ in cases], [right for _, right, _ in cases]
+    weights = cases[0][2]
+    options = {"tiles": SMALL, "parts": parts, "descriptor": descriptor}
+    got = interpreted(weighted_products_kernel, lefts, rights, weights, torch.float32, **options)
+    for total, left, right in zip(got, lefts, rights, strict=True):
+        close(total, left, right, weights)
+        assert total.equal(interpreted(weighted_product_kernel, left, right, weights, torch.float32, **options))
+    on_cpu = weighted_products(lefts, rights, weights, torch.float32)
+    for total, left, right in zip(on_cpu, lefts, rights, strict=True):
+        assert total.equal(weighted_product_twin(left, right, weights, torch.float32))
 
 
 @settings(max_examples=examples(8))

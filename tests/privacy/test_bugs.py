@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.data import SubsetRandomSampler
 
 import gramian
-from gramian.kernels.norms import direct_squares, gram_squares
+from gramian.kernels.norms import direct_squares
 from gramian.oracles.clipped_sum import clipped_sum
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.privacy.accounting.epsilon import epsilon_of
@@ -494,7 +494,7 @@ def _shards_of_all_sums(rank: int) -> None:
 def _gram_at_the_edges() -> None:
     """Where kernels are interpreted; the test itself asks another process to do so."""
     lefts, right = test_gram_squares.case(1, 17, (7,), 5, layout="amid nan")
-    got = gram_squares.gram_squares_kernel(lefts, right, tiles=test_gram_squares.SMALL, group=3)
+    got = test_gram_squares.gram_squares_kernel(lefts, right, tiles=test_gram_squares.SMALL, group=3)
     test_gram_squares.close(got, lefts, right)
 
 
