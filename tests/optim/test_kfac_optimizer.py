@@ -220,6 +220,20 @@ def test_a_loaded_state_goes_on_bit_for_bit() -> None:
     same(again, model)
 
 
+def test_the_output_layer_stays_known_over_refreshes_and_in_a_loaded_state() -> None:
+    """Else a resumed run makes factors of it, as wide as a vocabulary, at its first refresh."""
+    model = model_of("words")
+    optimizer = gramian.optim.KFAC(model, update_freq=1)
+    for step in range(3):
+        stepped(optimizer, model, batch_of("words", step))
+        assert optimizer.kfac.head == optimizer.kfac.record()["head"] == "head"
+    other = gramian.optim.KFAC(model, update_freq=1)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with other.capture(num_terms=20) as cap:
+        loss_of(model, batch_of("words", 3)).backward()
+    assert other.kfac.head == "head" and sorted(cap.kronecker.specs) == sorted(HIDDEN["words"])
+
+
 def test_a_closure_is_called_once_and_captures_itself() -> None:
     models = [model_of("words") for _ in range(2)]
     optimizers = [gramian.optim.KFAC(model, update_freq=2) for model in models]

@@ -80,7 +80,7 @@ def finish(state: CurvatureState, cap: KFACCapture) -> None:
         drop_refresh(state, f"{type(error).__name__} while {activity}")
         raise
     _refuse_uncovered(state, fresh)
-    state.head = agreed.head
+    state.head = agreed.head or state.head  # an optimizer leaves its layer out of later refreshes, which cannot see it
     state.refreshes += 1
     state.last_refresh = state.steps - 1
     for block in fresh.values():
