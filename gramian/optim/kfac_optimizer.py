@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
@@ -23,6 +23,7 @@ from gramian.curvature.persist import curvature_record
 from gramian.curvature.persist.factor_bytes import most_bytes, to_bytes
 from gramian.linalg.factors.factor import fetch_bounds
 from gramian.optim.matrix_step import MatrixStep, gradient_part, local_part
+from gramian.optim.optimizer_options import check_options, listed
 from gramian.optim.optimizer_state import FACTORS, asks_for_names, holder, make_state, split_factors
 from gramian.optim.recorded_steps import RecordedSteps
 from gramian.optim.whitened_steps import WhitenedSteps, lambdas
@@ -117,7 +118,7 @@ class KFAC(Optimizer):
         """True once it was looked whether a compiled model hides its output layer."""
         if not any(p.requires_grad for p in model.parameters()):
             raise GramianError("model: has no trained parameter; expected at least one with requires_grad=True")
-        given = [p for p in model.parameters() if p.requires_grad] if params is None else _listed(params)
+        given = [p for p in model.parameters() if p.requires_grad] if params is None else listed(params)
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -143,11 +144,24 @@ class KFAC(Optimizer):
                 raise GramianError(
                     f"params: one of shape {list(p.shape)} is not a parameter of the model; expected the model's own"
                 )
-        _check_options(group)
+        check_options(group)
         group["params"] = [p for p in group["params"] if p.requires_grad]
         group["fused"] = all(p.is_cuda for p in group["params"])
         self.param_groups.append(group)
         self._chosen_for = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle has: the model too, whose copy it steps. Operators and recorded steps are made anew."""
+        own = ("_model", "kfac", "_chosen_for", "_head_sought", "_only_names")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "damping": self._steps.damping}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a copy's fields; `load_state_dict` gives "state" and "param_groups" alone."""
+        damping = state.pop("damping", None)
+        super().__setstate__(state)
+        if damping is not None:
+            self._steps, self._recorded = WhitenedSteps(damping), RecordedSteps()
+            self._names = {id(p): name for name, p in unique_parameters(unwrap(self._model))}
 
     def capture(self, **arguments: Any) -> KFACCapture | IdleCapture:
         """The context around forward and backward of a step: `KFACNaturalGradient.capture` of the model, with its arguments.
@@ -360,34 +374,6 @@ def _part(p: nn.Parameter, name: str) -> nn.Parameter:
     part = nn.Parameter(view(p.detach(), name), requires_grad=False)
     part.grad = None if p.grad is None else view(p.grad, name)
     return part
-
-
-def _listed(params: Any) -> list[Any]:
-    """The argument `params` as a list of parameters or of groups; a GramianError for anything else."""
-    found = list(params) if isinstance(params, Iterable) and not isinstance(params, Tensor | dict | str) else []
-    groups = all(isinstance(one, dict) and "params" in one for one in found)
-    if not found or not (groups or all(isinstance(one, Tensor) for one in found)):
-        raise GramianError(
-            'params: expected parameters of the model, or dicts with the key "params", at least one; '
-            f"got {type(params).__name__}"
-        )
-    return found
-
-
-def _check_options(group: Mapping[str, Any]) -> None:
-    """Raise a GramianError for the first option of a parameter group that is not allowed."""
-    for key in ("lr", "weight_decay", "eps"):
-        value = group[key]
-        check_number(key, value.item() if isinstance(value, Tensor) and value.numel() == 1 else value, "not negative")
-    betas = group["betas"]
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise GramianError(f"betas: expected two numbers, got {betas!r}")
-    for key, value in (("momentum", group["momentum"]), ("betas", betas[0]), ("betas", betas[1])):
-        check_number(key, value, "not negative")
-        if value >= 1:
-            raise GramianError(f"{key}: expected a number below 1, got {value!r}")
-    if not isinstance(group["kfac"], bool):
-        raise GramianError(f"kfac: expected True or False, got {group['kfac']!r}")
 
 
 def _storage(model: nn.Module) -> str:
