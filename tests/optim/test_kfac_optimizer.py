@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -218,6 +219,39 @@ def test_a_loaded_state_goes_on_bit_for_bit() -> None:
         stepped(optimizer, model, batch_of("words", step))
         stepped(other, again, batch_of("words", step))
     same(again, model)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
+)
+def test_a_copy_steps_its_own_model_as_the_original_does(
+    copied: Callable[[object], tuple[Words, gramian.optim.KFAC]],
+) -> None:
+    model = model_of("words", torch.float32)
+    optimizer = gramian.optim.KFAC(model, update_freq=4, max_tokens=8, damping=0.3)
+    for step in range(6):
+        stepped(optimizer, model, batch_of("words", step))
+    other, again = copied((model, optimizer))
+    for step in range(6, 10):
+        before = copy.deepcopy(other)
+        stepped(optimizer, model, batch_of("words", step))
+        same(other, before)
+        stepped(again, other, batch_of("words", step))
+        same(other, model)
+
+
+def test_the_output_layer_stays_known_over_refreshes_and_in_a_loaded_state() -> None:
+    """Else a resumed run makes factors of it, as wide as a vocabulary, at its first refresh."""
+    model = model_of("words")
+    optimizer = gramian.optim.KFAC(model, update_freq=1)
+    for step in range(3):
+        stepped(optimizer, model, batch_of("words", step))
+        assert optimizer.kfac.head == optimizer.kfac.record()["head"] == "head"
+    other = gramian.optim.KFAC(model, update_freq=1)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with other.capture(num_terms=20) as cap:
+        loss_of(model, batch_of("words", 3)).backward()
+    assert other.kfac.head == "head" and sorted(cap.kronecker.specs) == sorted(HIDDEN["words"])
 
 
 def test_a_closure_is_called_once_and_captures_itself() -> None:
