@@ -287,7 +287,8 @@ def _budget(config: Config, epsilon: float) -> list[RenderableType]:
 
     options = config.privacy or PrivacySection(target_epsilon=epsilon)
     windows = load_windows(config.data)[0]
-    records = len(windows) if options.unit == "window" else len(np.unique(DocumentWindows(windows).documents))
+    own = DocumentWindows(windows, by_user=options.unit == "user")
+    records = len(windows) if options.unit == "window" else len(np.unique(own.units))
     batch, steps = config.data.batch, config.run.steps
 
     def rest(size: int, count: int) -> tuple[Any, ...]:

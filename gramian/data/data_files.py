@@ -116,10 +116,11 @@ def why_not_utf8(content: bytes, *, complete: bool = False) -> str | None:
         return f"byte {problem.start} is not UTF-8" if kind is None else f"is {kind} and not UTF-8"
 
 
-def read_lines(path: Path, field: str) -> Iterator[bytes]:
-    """Yield the text under `field` of each line of a JSONL file, as UTF-8; blank lines are skipped.
+def read_lines(path: Path, field: str, user: str = "") -> Iterator[tuple[bytes, str]]:
+    """Yield (text under `field` as UTF-8, value under `user`) of each line of a JSONL file; blank lines are skipped.
 
-    Raises `GramianError` with file:line if a line is not an object with such a text, or if the file has no line.
+    Raises `GramianError` with file:line if a line is not an object with such a text, or without a `user` that is text or an
+    integer ("": there is none to read), or if the file has no line.
     """
     count = 0
     try:
@@ -128,7 +129,7 @@ def read_lines(path: Path, field: str) -> Iterator[bytes]:
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip():
                     count += 1
-                    yield _text_of(line, field, f"{path}:{number}")
+                    yield _text_of(line, field, user, f"{path}:{number}")
     except OSError as problem:
         raise unreadable(path, problem) from None
     if not count:
@@ -216,7 +217,7 @@ def _open_bin(path: Path, sidecar: Sidecar | None) -> Ids:
     return np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype)
 
 
-def _text_of(line: bytes, field: str, place: str) -> bytes:
+def _text_of(line: bytes, field: str, user: str, place: str) -> tuple[bytes, str]:
     expected = f'expected an object with a text under "{field}", as data.field says'
     try:
         item = json.loads(line.decode().rstrip("\r\n"))
@@ -234,7 +235,10 @@ def _text_of(line: bytes, field: str, place: str) -> bytes:
     text = item[field]
     if not isinstance(text, str):
         raise GramianError(f'{place}: "{field}" is not text; {expected}')
+    if user and (not isinstance(item.get(user), str | int) or isinstance(item[user], bool) or item[user] == ""):
+        shown = f'"{user}" is {json.dumps(item[user])[:40]}' if user in item else f'has no "{user}"'
+        raise GramianError(f"{place}: {shown}; expected text or an integer that names the user, as data.user says")
     try:
-        return text.encode()
+        return text.encode(), str(item[user]) if user else ""
     except UnicodeEncodeError:
         raise GramianError(f'{place}: "{field}" has half a surrogate pair; {expected}') from None

@@ -26,7 +26,7 @@ NO_UNIT = -1
 class DocumentWindows(Dataset[dict[str, Tensor]]):
     """The windows of a stream, each of one document, without padding, and the number of its document.
 
-    An item has int64 "tokens" and "targets" [n], n ≤ `length`, and "unit", the document.
+    An item has int64 "tokens" and "targets" [n], n ≤ `length`, and "unit", the document or its user.
 
     Example:
         >>> rows = DocumentWindows(windows)
@@ -34,14 +34,30 @@ class DocumentWindows(Dataset[dict[str, Tensor]]):
         torch.Size([1, 128])
     """
 
-    def __init__(self, windows: Windows) -> None:
-        """Cut the documents of `windows` again, each by itself, into windows of the same length."""
-        self.windows = Windows(windows.stream, windows.length, pack=False)
+    def __init__(self, windows: Windows, by_user: bool = False) -> None:
+        """Cut the documents of `windows` again, each by itself, into windows of the same length.
+
+        `by_user`: the unit of a window is its document's user, which the stream must know.
+        """
+        self.windows, self._by_user = Windows(windows.stream, windows.length, pack=False), by_user
 
     @cached_property
     def documents(self) -> Int64s:
         """The document of each window, int64 [windows]."""
         return self.windows.pieces(np.arange(len(self.windows)))
+
+    @cached_property
+    def units(self) -> Int64s:
+        """The unit of each window, int64 [windows]: its document, or its user."""
+        if not self._by_user:
+            return self.documents
+        assert self.windows.stream.users is not None  # `check_data` requires records with users
+        found: Int64s = self.windows.stream.users[self.documents]
+        return found
+
+    def first_of_units(self) -> Windows:
+        """The first window of every unit, padded, as windows of their own."""
+        return self.windows.only(np.unique(self.units, return_index=True)[1])
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -49,7 +65,7 @@ class DocumentWindows(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return one window, without the padding behind its last target."""
         row, length = self.windows[index], int(self.windows.counts[index])
-        return {name: t[:length] for name, t in row.items()} | {"unit": torch.tensor(int(self.documents[index]))}
+        return {name: t[:length] for name, t in row.items()} | {"unit": torch.tensor(int(self.units[index]))}
 
 
 @dataclass(frozen=True)
@@ -68,7 +84,7 @@ class PackedRows:
 
         Returns:
             int64 [R, T]: "tokens"; "targets", −100 in padding; "documents", the number of each token's window in its row, by
-            which a model hides windows from each other; "units", the document of each token, −1 in padding.
+            which a model hides windows from each other; "units", the unit of each token, −1 in padding.
         """
         rows: list[list[dict[str, Tensor]]] = []
         room: list[int] = []

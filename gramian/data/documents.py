@@ -61,7 +61,7 @@ def read_documents(data: DataSection, tokenizer: Tokenizer) -> Documents:
         return _embedded(data, tokenizer)
     if data.validation_files:
         _refuse_common(data)
-        train, read, empty = _read(data, data.files, "data.files", tokenizer)
+        train, read, empty = _read(data, data.files, "data.files", tokenizer, data.user)
         validation, more_read, more_empty = _read(data, data.validation_files, "data.validation_files", tokenizer)
         if (train.vocabulary, train.end) != (validation.vocabulary, validation.end):
             raise GramianError(
@@ -73,8 +73,8 @@ def read_documents(data: DataSection, tokenizer: Tokenizer) -> Documents:
         stream, read, empty = _read(data, data.files, "data.files", tokenizer)
         return _split(stream, stream.document_hashes(), read, empty, tokenizer, data.length)
     buffer, hashes = _TokenBuffer(tokenizer), []
-    for content in _contents(data, find_files(data.files, data.source)):
-        if buffer.add(content):
+    for content, user in _contents(data, find_files(data.files, data.source), data.user):
+        if buffer.add(content, user):
             hashes.append(content_hash(content))
     if not buffer.documents:
         raise GramianError(f"data.files: all {buffer.empty} documents are empty; expected text")
@@ -87,28 +87,33 @@ def read_stream(data: DataSection, files: Sequence[str], tokenizer: Tokenizer, f
     return _read(data, files, field, tokenizer)[0]
 
 
-def _read(data: DataSection, files: Sequence[str], field: str, tokenizer: Tokenizer) -> tuple[Stream, int, int]:
-    """Read and tokenise files; returns their token stream, the number of documents, and the number of empty documents."""
+def _read(
+    data: DataSection, files: Sequence[str], field: str, tokenizer: Tokenizer, user: str = ""
+) -> tuple[Stream, int, int]:
+    """Read and tokenise files; returns their token stream, the number of documents, and the number of empty documents.
+
+    `user`: key of the user of a JSONL object; "": users are not read.
+    """
     if data.source == "embedded":
         raise GramianError('data.source: "embedded" reads no files; expected "text", "jsonl" or "tokens"')
     found = find_files(files, data.source, field)
     if data.source == "tokens":
         return _token_stream(found, data.tokenizer, tokenizer)
     buffer = _TokenBuffer(tokenizer)
-    for content in _contents(data, found):
-        buffer.add(content)
+    for content, name in _contents(data, found, user):
+        buffer.add(content, name)
     if not buffer.documents:
         raise GramianError(f"{field}: all {buffer.empty} documents are empty; expected text")
     return buffer.stream(), buffer.documents + buffer.empty, buffer.empty
 
 
-def _contents(data: DataSection, files: Iterable[File]) -> Iterator[bytes]:
-    """Yield the content of every document of text or JSONL files, as UTF-8 bytes."""
+def _contents(data: DataSection, files: Iterable[File], user: str) -> Iterator[tuple[bytes, str]]:
+    """Yield (content as UTF-8 bytes, user) of every document of text or JSONL files."""
     for file in files:
         if data.source == "text":
-            yield read_text(file)
+            yield read_text(file), ""
         else:
-            yield from read_lines(file.path, data.field)
+            yield from read_lines(file.path, data.field, user)
 
 
 def _embedded(data: DataSection, tokenizer: Tokenizer) -> Documents:
@@ -226,6 +231,8 @@ class _TokenBuffer:
         self._tokens = np.empty(1 << 16, dtype=token_type(tokenizer.vocabulary))
         self._edges = [0]
         self._text_bytes: list[int] = []
+        self._numbers: dict[str, int] = {}
+        self._users: list[int] = []
         self._compared, self._loses_text = 0, False
         self.empty = 0
 
@@ -233,8 +240,11 @@ class _TokenBuffer:
     def documents(self) -> int:
         return len(self._edges) - 1
 
-    def add(self, content: bytes) -> bool:
-        """Tokenise a document and append it and the end-of-document id; an empty document is only counted, and gives False."""
+    def add(self, content: bytes, user: str = "") -> bool:
+        """Tokenise a document and append it and the end-of-document id; an empty document is only counted, and gives False.
+
+        `user`: whose document it is; "": users are not read.
+        """
         ids = self._tokenizer.encode(content)
         if not len(ids):
             self.empty += 1
@@ -246,6 +256,7 @@ class _TokenBuffer:
         self._tokens[stop - 1] = self._tokenizer.end
         self._edges.append(stop)
         self._text_bytes.append(len(content))
+        self._users.append(self._numbers.setdefault(user, len(self._numbers)))
         if self._compared < COMPARED:
             self._compared += len(content)
             self._loses_text = self._loses_text or self._tokenizer.text_bytes(ids) != len(content)
@@ -262,6 +273,7 @@ class _TokenBuffer:
             end=tokenizer.end,
             tokenizer=tokenizer.digest,
             text_bytes=None if self._loses_text else np.array(self._text_bytes, dtype=np.int64),
+            users=None if [*self._numbers] == [""] else np.array(self._users, dtype=np.int64),
         )
 
 

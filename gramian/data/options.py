@@ -26,6 +26,8 @@ class DataSection:
     the last 5 % of the tokens if there are too few documents for that."""
     field: str = "text"
     """Key of a JSONL object that holds the document's text."""
+    user: str = ""
+    """Key of a JSONL object that holds the record's user, text or an integer; for privacy.unit = "user" alone."""
     tokenizer: str = "auto"
     """Tokenizer: "bytes", the folder of a Hugging Face tokenizer, or "auto", the tokenizer in model.path if there is one."""
     limit_bytes: Count = 8_000_000

@@ -32,6 +32,7 @@ class Stream:
         end: the token that ends a document.
         tokenizer: digest of the tokenizer that produced the tokens.
         text_bytes: UTF-8 bytes of each document's text, int64 [documents]; None: not known, as of token files.
+        users: number of the user of each document, int64 [documents]; None: not known.
 
     Example:
         >>> Stream([np.array([5, 6, 0, 7, 0])], np.array([0, 3, 5]), vocabulary=8, end=0).documents
@@ -47,8 +48,9 @@ class Stream:
         end: int,
         tokenizer: str = "",
         text_bytes: Int64s | None = None,
+        users: Int64s | None = None,
     ) -> None:
-        self.edges = edges
+        self.edges, self.users = edges, users
         self.text_bytes = text_bytes
         self.vocabulary = vocabulary
         self.end = end
@@ -98,6 +100,7 @@ class Stream:
         part = copy.copy(self)
         part.edges = edges
         part.text_bytes = None if self.text_bytes is None else self.text_bytes[chosen]
+        part.users = None if self.users is None else self.users[chosen]
         part._starts = np.concatenate([edges[:-1][first], edges[-1:]])
         part._array_of = self._array_of[run[first]]
         part._begins = self._begins[run[first]] + begins[first] - self._starts[run[first]]
@@ -119,6 +122,8 @@ class Stream:
                 after = min(all_bytes, tokenizer.text_bytes(self.read(at, stop)))
                 whole.text_bytes = np.insert(self.text_bytes, cut, after)
                 whole.text_bytes[cut - 1] -= after
+        if self.users is not None:
+            whole.users = self.users[np.searchsorted(self.edges, whole.edges[:-1], side="right") - 1]
         before = whole.edges[:-1] < at
         return whole.select(before), whole.select(~before)
 

@@ -112,6 +112,8 @@ class Windows(Dataset[dict[str, Tensor]]):
         for tokens in self.stream.chunks():
             digest.update(tokens.astype("<u4").tobytes())
         digest.update(self.stream.edges.astype("<i8").tobytes())
+        if self.stream.users is not None:
+            digest.update(self.stream.users.astype("<i8").tobytes())
         return digest.hexdigest()
 
     def pieces(self, index: Int64s) -> Int64s:
@@ -119,11 +121,11 @@ class Windows(Dataset[dict[str, Tensor]]):
         window = index if self._selected is None else self._selected[index]
         return np.searchsorted(self._firsts, window, side="right").astype(np.int64) - 1
 
-    def first_of_documents(self) -> "Windows":
-        """The first window of every document that has one; of windows that are not packed."""
+    def only(self, index: Int64s) -> "Windows":
+        """These windows alone, int64 [chosen]."""
         found = copy.copy(self)
-        found._selected = self._firsts[:-1][np.diff(self._firsts) > 0]
-        found.counts = self.counts[found._selected]
+        found._selected = index if self._selected is None else self._selected[index]
+        found.counts = self.counts[index]
         return found
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:

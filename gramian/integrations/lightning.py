@@ -116,7 +116,7 @@ class PrivacyCallback(Callback):
         expected = size * parts * trainer.world_size
         records, scaler = self.privacy.population(loader), _scaler_of(trainer)
         steps = _steps(trainer, max(1, round(records / expected)))
-        noise = self.privacy.noise_for(steps, expected / records)
+        noise = self.privacy.noise_for(steps, expected / records, records)
         averaged = 1.0 / parts if pl_module.automatic_optimization else 1.0  # by which Lightning multiplies the loss
         reduction = self.privacy.loss_reduction
         _, _, private = self.engine.make_private(

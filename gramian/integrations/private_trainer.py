@@ -149,7 +149,7 @@ class PrivateLoop:
             )
         if self.engine.steps and saved is None and privacy.target_epsilon is not None:
             raise GramianError("target_epsilon: was spent by an earlier train(); expected a new trainer, or a resume")
-        noise = privacy.noise_for(max_steps, rate)
+        noise = privacy.noise_for(max_steps, rate, size)
         if saved is not None and privacy.target_epsilon is not None and saved["noise_multiplier"] != noise:
             raise GramianError(
                 f"target_epsilon: {max_steps} steps now need another noise than the {saved['noise_multiplier']:.6g} of the "

@@ -14,9 +14,9 @@ from gramian.privacy.sampling.population import units_of
 
 ENGINE = (
     "clip_function", "noise", "bands", "releases", "clipping", "norm_algorithm", "memory_budget", "tuning", "proof", "unit_of",
-    "max_records_per_unit",
+    "max_records_per_unit", "max_draw",
 )  # fmt: skip
-"""Arguments of `make_private` that are passed on as they are."""
+"""Arguments of `make_private` that are passed on as they are; max_draw also asks for truncated Poisson draws."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,17 @@ class TrainerPrivacy:
             raise GramianError(f"privacy: does not know {unknown[0]!r}; expected {', '.join((*known, *ENGINE))}")
         if "target_delta" not in given:
             raise GramianError("privacy: has no target_delta; expected the δ at which ε is reported, such as 1e-5")
-        options = cls(
-            **{name: value for name, value in given.items() if name in known},
-            engine={name: value for name, value in given.items() if name in ENGINE},
-        )
+        engine = {name: value for name, value in given.items() if name in ENGINE}
+        if engine.get("max_draw") is not None:
+            engine["poisson_sampling"] = "truncated"
+        options = cls(**{name: value for name, value in given.items() if name in known}, engine=engine)
         if (options.target_epsilon is None) == (options.noise_multiplier is None):
             raise GramianError("privacy: expected one of target_epsilon and noise_multiplier")
+        most = engine.get("max_draw")
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+            raise GramianError(f"privacy: max_draw: expected a number of records or None, got {most!r}")
+        if most is not None and options.accountant != "pld":
+            raise GramianError(f'privacy: max_draw: has no bound in {options.accountant}; expected accountant="pld"')
         for name in ("target_delta", "target_epsilon", "tokens_per_record", "max_grad_norm"):
             value = getattr(options, name)
             if value is not None and not (is_number(value) and value > 0):
@@ -85,16 +90,17 @@ class TrainerPrivacy:
         units = units_of(loader, self.engine.get("unit_of"), self.engine.get("max_records_per_unit"), poisson=True)
         return len(loader.dataset) if units is None else len(units)
 
-    def noise_for(self, steps: int, sample_rate: float) -> float:
+    def noise_for(self, steps: int, sample_rate: float, records: int) -> float:
         """The given noise multiplier, or the least with which `steps` steps at this rate spend at most target_epsilon.
 
-        With `releases` of correlated noise these are the steps.
+        `records`: number of records, or units, that draws are from. With `releases` of correlated noise these are the steps.
         """
         if self.noise_multiplier is not None:
             return self.noise_multiplier
         assert self.target_epsilon is not None
         name, bands, releases = (self.engine.get(key) for key in ("noise", "bands", "releases"))
-        rest: tuple[Any, ...] = ()
+        most = self.engine.get("max_draw")
+        rest: tuple[Any, ...] = () if most is None else (records, most)
         if name is not None:
             check_noise(name, bands, releases)
             rest = kind_of(name, bands, sample_rate)

@@ -101,12 +101,6 @@ def unsharded_units(root: nn.Module) -> Iterator[None]:
             module.reshard()
 
 
-def local_rows(p: Tensor) -> tuple[int, int] | None:
-    """(start, stop) of the rows of a sharded parameter that this process stores; None for a plain tensor (all rows)."""
-    box = local_box(p)
-    return None if box is None else (box[0].start, box[0].stop)
-
-
 def local_box(p: Tensor) -> tuple[slice, ...] | None:
     """The part of a sharded parameter that this process stores, as a slice of each axis; None for a plain or 0-dim tensor."""
     if not isinstance(p, DTensor) or not p.dim():

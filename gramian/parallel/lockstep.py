@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from gramian.parallel.exchange import Exchange
+
 
 def sharing_group(root: FSDPModule) -> Any:
     """The process group over which FSDP2 shards the parameters of the model `root`; None if FSDP2 shards none.
@@ -63,6 +65,14 @@ class Lockstep:
         number = torch.tensor([int(wanted)])
         dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._group)
         return bool(number.item())
+
+    def first_reason(self, error: Exception | None) -> str:
+        """Return "process R: reason" of the first process with an `error`, "" if none has. One all-reduce; then two gathers."""
+        if self._group is None or not self.any(error is not None):
+            return str(error or "")
+        reasons = Exchange(self._group, torch.device("cpu")).gather_messages(str(error or ""))
+        rank = next(rank for rank, reason in enumerate(reasons) if reason)
+        return f"process {dist.get_global_rank(self._group, rank)}: {reasons[rank]}"
 
     def announce(self) -> None:
         """Announce a forward and backward of this process; processes that have finished then run one too. One all-reduce."""

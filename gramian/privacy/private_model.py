@@ -18,6 +18,7 @@ from gramian.core.errors import GramianError
 from gramian.curvature import KFACNaturalGradient
 from gramian.parallel.data_parallel import ReducerOff, unsharded_units
 from gramian.parallel.model_grid import grid_of, refuse_context_parallel
+from gramian.parallel.shared_refusals import SharedRefusals
 from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.privacy.accounting.accountant import Kind
 from gramian.privacy.accounting.ledger import Ledger
@@ -97,13 +98,11 @@ class PrivateModel:
         if self.root in _private:
             raise GramianError("module: is private already; expected one engine for each model")
         self.parallel = grid_of(module, self.root)
+        self.refusals = SharedRefusals(self.parallel)
         self.tensor_parallel = TensorParallel.of(self.root)
         """The processes that see the same samples and clip a share of them each; None: there are none."""
         if self.tensor_parallel is not None:
-            refuse_with_tensor_parallel(
-                module,
-                {"metric": metric, "unit_of": units, "noise": None if options.noise == "gaussian" else options.noise},
-            )
+            refuse_with_tensor_parallel(module, {"metric": metric, "unit_of": units})
         if self.parallel.size == 1 and dist.is_initialized() and dist.get_world_size() > 1:
             warnings.warn(
                 "module: is not wrapped although there are several processes, so each trains, and accounts for, a model of its "
@@ -254,8 +253,9 @@ class PrivateModel:
     def _install(self, stack: ExitStack) -> None:
         options, trained = self.options, self.trained
         stack.callback(ReducerOff(self.module).restore)
-        hub_of(self.root).private = True
+        hub_of(self.root).private, hub_of(self.root).refusals = True, self.refusals
         stack.callback(setattr, hub_of(self.root), "private", False)
+        stack.callback(setattr, hub_of(self.root), "refusals", SharedRefusals())
         self.sums = GradientSums(
             trained, self.parallel, self._tuning.overlap, self._stopwatch, options.loss_scale, self.tensor_parallel
         )
@@ -280,9 +280,10 @@ class PrivateModel:
             self.quantile,
             self.metric,
             self.noise.strategy,
+            self.refusals,
         )
         self.units.clipping = self.clipping
-        self.clipping.on_begin, self.clipping.on_done = self.step.before_backward, self._after_backward
+        self.clipping.on_begin, self.clipping.on_done = self._before_backward, self._after_backward
         handle = self._optimizer.register_step_pre_hook(torch.compiler.disable(self.step.hook, reason=EAGER))
         self._optimizer.noise_multiplier = options.noise_multiplier  # type: ignore[attr-defined]  # scripts read it
         stack.callback(delattr, self._optimizer, "noise_multiplier")
@@ -334,8 +335,13 @@ class PrivateModel:
     def _begin_piece(self, piece: Piece) -> None:
         if not self.installed:
             raise GramianError("data_loader: its engine was detached; expected the loader of a private model")
-        self.step.begin_piece(piece)
+        with self.refusals.told():
+            self.step.begin_piece(piece)
         self.units.begin_piece(piece)
+
+    def _before_backward(self, rows: int, units: int | None) -> None:
+        with self.refusals.held():
+            self.step.before_backward(rows, units)
 
     def _after_backward(self) -> None:
         self.step.after_backward()

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gramian.core.errors import GramianError
+from gramian.parallel.shared_refusals import SharedRefusals
 from gramian.privacy.accounting.ledger import Ledger
 from gramian.privacy.audit.bypass import OutsideParameters
 from gramian.privacy.clipping.clip_factors import ClipFunction, ClippedBatch
@@ -48,6 +49,7 @@ class PrivateStep:
         quantile: PrivateQuantile | None,
         metric: PublicMetric | None,
         strategy: NoiseStrategy | None,
+        refusals: SharedRefusals,
     ) -> None:
         """Store the parts; `clipping` computes the clipped sums of each backward and adds them to `sums`.
 
@@ -56,7 +58,7 @@ class PrivateStep:
         release.
         """
         self._clip, self._quantile = clip, quantile
-        self._metric, self._strategy = metric, strategy
+        self._metric, self._strategy, self._refusals = metric, strategy, refusals
         self._options, self._rate, self._trained, self._outside = options, rate, dict(trained), outside
         self._sums, self._clipping, self._ledger, self._stopwatch = sums, clipping, ledger, stopwatch
         self.on_clipped: Callable[[ClippedBatch], None] = lambda clipped: None
@@ -127,11 +129,13 @@ class PrivateStep:
         """
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         if closure is None:
-            self._before_step(optimizer)
+            with self._refusals.told():
+                self._before_step(optimizer)
             return None
         with torch.enable_grad():
             loss = closure()
-        self._before_step(optimizer)
+        with self._refusals.told():
+            self._before_step(optimizer)
         return (args[0], *args[2:]), {**kwargs, "closure": _once(loss)}
 
     def _before_step(self, optimizer: Optimizer) -> None:
@@ -150,7 +154,10 @@ class PrivateStep:
         self._clipping.recover()
         scaling = scaling_at(optimizer, self._options.loss_scale)
         poisson = self._options.poisson_sampling
-        if poisson and not self.progress.ends_draw(self._ledger.counter.released):
+        ends = not poisson or self.progress.ends_draw(self._ledger.counter.released)
+        if not self._refusals.in_backward:  # else at its end
+            self._refusals.meet()
+        if not ends:
             unchanged = self._sums.compare(scaling)
             self._sums.move(scaling)
             self.stepped = False

@@ -9,6 +9,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -78,7 +79,8 @@ class RootForward:
                     "model: its first tensor has no axes; expected the batch as first axis, or batch_size="
                 )
             if model.proof_run is None:
-                model.on_inputs((args, kwargs))
+                with nullcontext() if model.lockstep.alone else model.refusals.held():
+                    model.on_inputs((args, kwargs))
             model.blank = model.rule.withholds and not first.shape[0] and given is None
             first = with_a_row(first) if model.blank else first
             model.batch = first.shape[0]
@@ -94,7 +96,10 @@ class RootForward:
         """
         # dynamo calls this where it gave up on the root's frame, and would go on to compile the code of the proof
         eager = RootForward._run if "torch._dynamo" not in sys.modules else _uncompiled()
-        return eager(self, tap, module, plain, args, kwargs)
+        if not self._model.live or self._model.proof_run is not None:
+            return eager(self, tap, module, plain, args, kwargs)
+        with self._model.refusals.told():
+            return eager(self, tap, module, plain, args, kwargs)
 
     def _run(self, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         forward = partial(self._forward, tap, module, plain)
@@ -123,8 +128,9 @@ class RootForward:
         listens = model.live and torch.is_grad_enabled() and model.proof_run is None and model.weights is None
         listens = listens and not model.trusts_shapes
         if listens and not in_backward() and module is model.root():
-            self._require_same_inputs(args, kwargs)
-            self._proof.together(lambda a, k: module(*a, **k), args, kwargs, self._samples_of(args, kwargs))
+            with model.refusals.told():
+                self._require_same_inputs(args, kwargs)
+                self._proof.together(lambda a, k: module(*a, **k), args, kwargs, self._samples_of(args, kwargs))
 
     def begin_compiled(self, first: Tensor, read_arguments: Callable[[], Any]) -> int:
         """Run the row proof on the eager module before a compiled forward, open a pass, and return its number.
@@ -136,7 +142,8 @@ class RootForward:
         """
         self._model.layouts = {}
         if self._model.live and self._model.units_in(first.shape[0]) > 1:
-            self._prove_compiled(first.shape[0], read_arguments)
+            with self._model.refusals.told():
+                self._prove_compiled(first.shape[0], read_arguments)
         number = self._model.open_pass(first)
         self._model.passes.get(number).compiled = True
         return number

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from gramian.core.errors import GramianError
 from gramian.parallel.data_parallel import GatheredParameters
 from gramian.parallel.lockstep import Lockstep
+from gramian.parallel.shared_refusals import SharedRefusals
 from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.taps.gradients.directions import Directions
 from gramian.taps.model import user_names
@@ -173,6 +174,8 @@ class TappedModel:
         """Called with (args, kwargs) of every forward of the root that several samples share, before a row proof."""
         self.on_inputs: Callable[[Any], None] = lambda inputs: None
         """Called with (args, kwargs) of every forward of the root in eager mode, except those of a row proof."""
+        self.refusals = SharedRefusals()
+        """Raises what one process of a private model refuses on all of them; for any other model it raises at once."""
         self.private = False
         """True while a privacy engine trains the model: what is captured then depends on private data."""
         self.retap: Callable[[], None] = lambda: None
@@ -341,12 +344,15 @@ class TappedModel:
         return calls[number] if number < len(calls) and calls[number].moved else None
 
     def raise_after_run(self, tap: Tap, error: GramianError) -> None:
-        """Raise a tap's error now, or store it until a proof's run is over if other processes gather weights in this run.
+        """Raise a tap's error now, or store it until this run is over if other processes gather weights in it.
 
         It is raised now if this process has only a shard of the layer's weights: autograd would crash on them.
         """
         module = tap.owner()
         gone = module is None or any(isinstance(p, DTensor) for p in module.parameters())
+        needed = in_backward() or not self.lockstep.alone  # a tensor-parallel forward is refused on all processes
+        if self.proof_run is None and needed and not gone and self.refusals.hold(error):
+            return
         if self.proof_run is None or self.lockstep.alone or gone:
             raise error
         self.proof_run.failure = self.proof_run.failure or error

@@ -1,10 +1,12 @@
 """Windows of documents in packed rows: every target once, beside its own document alone."""
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gramian.data.document_rows import NO_UNIT, DocumentWindows, PackedRows
+from gramian.data.tokenizer import ByteTokenizer
 from gramian.data.windows import NOT_COUNTED, Windows
 from tests.data.test_windows import END, stream_of
 
@@ -52,9 +54,21 @@ def test_packing_recovers_the_waste_of_padding() -> None:
     assert counted / (64 * len(items)) < 0.5 and counted / rows["targets"].numel() > 0.95
 
 
-def test_the_first_window_of_each_document() -> None:
-    windows = Windows(stream_of([[1] * 9, [], [2] * 3, [3] * 7]), 4, pack=False)
-    firsts = windows.first_of_documents()
+def test_the_first_window_of_each_document_and_user() -> None:
+    stream = stream_of([[1] * 9, [], [2] * 3, [3] * 7])
+    windows = Windows(stream, 4, pack=False)
+    firsts = DocumentWindows(windows).first_of_units()
     assert windows.pieces(torch.arange(len(windows)).numpy()).tolist() == [0, 0, 0, 2, 3, 3]
     assert [firsts[i]["tokens"].tolist() for i in range(len(firsts))] == [[1] * 4, [2, 2, 2, END], [3] * 4]
     assert firsts.counts.tolist() == [4, 3, 4] and len(windows) == 6
+    stream.users = np.array([5, 0, 2, 5])
+    of_users = DocumentWindows(windows, by_user=True)
+    assert of_users.units.tolist() == [5, 5, 5, 2, 5, 5] and int(of_users[3]["unit"]) == 2
+    assert [of_users.first_of_units()[i]["tokens"].tolist() for i in range(2)] == [[2, 2, 2, END], [1] * 4]
+
+
+def test_users_go_with_their_documents() -> None:
+    stream = stream_of([[1] * 3, [2] * 5, [3] * 2])
+    stream.users = np.array([4, 7, 4])
+    parts = (stream.select(np.array([False, True, True])), *stream.split(6, ByteTokenizer()))
+    assert [np.asarray(part.users).tolist() for part in parts] == [[7, 4], [4, 7], [7, 4]]

@@ -1,6 +1,7 @@
 """Private training on meshes (HSDP, tensor parallel, FSDP2 × tensor parallel), on gloo processes: that of one process."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -60,12 +61,30 @@ def test_poisson_draws_noise_and_epsilon_are_those_of_one_process(rank: int, lay
 
 @distributed(world_size=2)
 def test_draws_of_a_tensor_parallel_group_are_those_of_one_process(rank: int) -> None:
-    bodies.trained("tp", "gpt", "tables", noise=0.15, clip_function="adaptive", max_physical_batch=2)
+    bodies.trained("tp", "gpt", "tables", sigma=0.15, clip_function="adaptive", max_physical_batch=2)
 
 
 @distributed(world_size=2)
 def test_a_replayed_run_ends_where_it_ended(rank: int) -> None:
     bodies.resumed("tp", "gpt", "tables")
+    bodies.resumed("tp", "mlp", "usual", **BANDED)
+
+
+BANDED: dict[str, Any] = {"noise": "bandmf", "bands": 2, "releases": 6}
+ROOTS: dict[str, Any] = {"noise": "bisr", "bands": 3}
+
+
+@pytest.mark.parametrize("model, style, options", [("mlp", "usual", BANDED), ("gpt", "tables", ROOTS)])
+@distributed(world_size=2)
+def test_correlated_noise_of_shards_is_that_of_one_process(
+    rank: int, model: str, style: str, options: dict[str, Any]
+) -> None:
+    bodies.trained("tp", model, style, **options)
+
+
+@distributed(world_size=4)
+def test_correlated_noise_of_shards_cut_both_ways(rank: int) -> None:
+    bodies.trained("fsdp2 x tp", "mlp", "usual", **BANDED)
 
 
 @pytest.mark.few_proofs(every=1)
@@ -107,7 +126,7 @@ BUGS = {
     "a mean over the share alone": Edit(
         "Clipping.pass_info", '"mean": float(batch)', '"mean": float(batch / self._hub.tensor_parallel.size)'
     ),
-    "columns with the noise of rows": Edit("GradientSums._drawn", "noise.place(name, p.shape)", "0"),
+    "columns with the noise of rows": Edit("ColumnPlaces.of", "slice(*bounds) for bounds", "slice(b - a) for a, b"),
 }
 
 

@@ -103,7 +103,7 @@ def test_every_rank_proves_its_own_batch_and_leaves_no_trace(rank: int, way: str
 @distributed(world_size=2)
 def test_an_argument_that_one_rank_cannot_take_apart_is_refused_on_all(rank: int) -> None:
     model, x = wrap("fsdp2", net()), batch(rank, (3, 2))
-    named = "^model: is given a tensor that is of torch.sparse" if rank else "^model: the row proof failed on another"
+    named = "^model: is given a tensor that is of torch.sparse" if rank else "^process 1: model: is given a tensor"
     with refusal(named), gramian.per_sample_norms(model, "sum"):
         model(x, torch.eye(2).to_sparse() if rank else torch.eye(3)).square().sum().backward()
     with gramian.per_sample_norms(model, "sum") as norms:
@@ -121,7 +121,7 @@ def test_all_ranks_of_a_sharded_model_raise_where_one_is_refuted_and_go_on_toget
     bare = net()
     model, x = wrap(way, bare), batch(rank, sizes)
     bare.how = how if rank == coupled else "apart"
-    named = r"^(first|last|model)\b" if rank == coupled else "^model: the row proof failed on another process"
+    named = rf"^{'' if rank == coupled else f'process {coupled}: '}(first|last|model)\b"
     with refusal(named), gramian.per_sample_norms(model, "sum"):
         step(model, x)
     bare.how = "apart"
@@ -154,7 +154,12 @@ def test_under_ddp_the_rank_that_is_refuted_raises_before_anything_is_reduced(ra
         with refusal(r"^(first|last)\b"):
             step(model, x)
         bare.how = "apart"
-    step(model, x)  # nothing was sent by the one that raised, so that both are at the same place
+    else:
+        step(model, x)
+        with refusal(r"^process 1: (first|last)\b"):
+            optimizer.step()
+        optimizer.zero_grad()
+    step(model, x)  # both are at the same place
     optimizer.step()
     assert any(not torch.equal(before[name], p) for name, p in bare.state_dict().items())
     engine.detach()
@@ -174,10 +179,8 @@ def test_a_repeat_that_is_due_on_one_rank_only(rank: int, way: str, due: tuple[i
         bare.how = "centred" if coupled and rank == due[-1] else "apart"
         together = way != "ddp" or rank == due[-1]
         if coupled and together:
-            named = (
-                "^last: the input of sample" if rank == due[-1] else "^model: the row proof failed on another process"
-            )
-            with refusal(named):
+            elsewhere = "" if rank == due[-1] else f"process {due[-1]}: "
+            with refusal(f"^{elsewhere}last: the input of sample"):
                 model(x)
             assert engine.proof["releases not covered"] is not None and engine.proof["releases not covered"][1] == 2
         elif not coupled:

@@ -226,6 +226,14 @@ def test_with_users_a_step_moves_by_the_sum_of_their_clipped_gradients(
     assert largest_error({n: (before[n] - now) * 6 for n, now in weights(module).items()}, want) < 1e-9
 
 
+def test_draws_are_cut_to_max_draw_and_accounted_for_as_such(tmp_path: Path, monkeypatch: Any) -> None:
+    found = drawn(monkeypatch)
+    secret = callback(tmp_path, accountant="pld", noise_multiplier=None, target_epsilon=6.0, max_draw=6)
+    fit(tmp_path, Module(), callbacks=[secret], max_steps=3, max_epochs=None, batch=6)
+    assert max(map(len, found)) == 6
+    assert secret.engine._ledger.accounting.history[0][3:] == (RECORDS, 6) and 5.9 < secret.epsilon() <= 6.0
+
+
 @pytest.mark.parametrize(
     "secret, options, words",
     [

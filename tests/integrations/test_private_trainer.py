@@ -86,6 +86,19 @@ def test_with_users_a_step_moves_by_the_sum_of_their_clipped_gradients(tmp_path:
     assert ledger.chain.runs[0][0]["adjacency"] == "add or remove one unit"
 
 
+def test_draws_are_cut_to_max_draw_and_accounted_for_as_such(tmp_path: Path, monkeypatch: Any) -> None:
+    found, options = drawn(monkeypatch), {"per_device_train_batch_size": 8, "max_steps": 3}
+    secret = {"max_draw": 8, "accountant": "pld", "noise_multiplier": None, "target_epsilon": 6.0, "target_delta": 1e-3}
+    made = trainer(tmp_path, secret=secret, **options)
+    made.train()
+    assert len(found) == 3 and max(map(len, found)) == 8
+    assert made.engine._ledger.accounting.history[0][1:] == (8 / RECORDS, 3, RECORDS, 8)
+    assert 5.9 < made.epsilon() <= 6.0
+    for value, accountant, words in ((8, "rdp", "has no bound in rdp"), (0, "pld", "expected a number of records")):
+        with refusal(f"^privacy: max_draw: {words}"):
+            trainer(tmp_path, secret={"max_draw": value, "accountant": accountant})
+
+
 def test_users_that_do_not_fit_the_data_set_or_a_backward_are_refused(tmp_path: Path) -> None:
     large, update = [i // 8 for i in range(RECORDS)], "per_device_train_batch_size"
     for users, options, words in (

@@ -475,10 +475,10 @@ def test_the_group_of_a_record_outlives_the_key_of_the_draws() -> None:
 def test_the_trainers_find_the_noise_of_the_mechanism() -> None:
     given = {"target_delta": 1e-3, "target_epsilon": 3.0, "accountant": "rdp"}
     found = {
-        name: TrainerPrivacy.of({**given, **options}).noise_for(8, 0.25)
+        name: TrainerPrivacy.of({**given, **options}).noise_for(8, 0.25, 32)
         for name, options in {"gaussian": {}, **CORRELATED}.items()
     }
     assert found["gaussian"] < found["bandmf"] < found["bisr"]
     assert 2.97 < epsilon_of("rdp", ((found["bandmf"], 0.25, 8, "bandmf", 3, 3),), 1e-3) <= 3.0
     with refusal("releases: is None"):
-        TrainerPrivacy.of({**given, "noise": "bandmf", "bands": 3}).noise_for(8, 0.25)
+        TrainerPrivacy.of({**given, "noise": "bandmf", "bands": 3}).noise_for(8, 0.25, 32)

@@ -1,4 +1,4 @@
-"""Private runs whose unit is a document: drawn, clipped and accounted for with all its windows."""
+"""Private runs whose unit is a document or a user: drawn, clipped and accounted for with all its windows."""
 
 import copy
 import json
@@ -30,13 +30,15 @@ from tests.train.runs import ONE, PRIVATE, run, small
 
 PACKED = {"isolate": True}
 PADDED = {"pack": False}
+USERS = ["ann", 7, "7", "bo", 0]
+"""Users of the documents in turn, of whom two are one: integers and texts name the same users."""
 
 
 def documents(folder: Path, name: str) -> str:
     """A file of documents of 10 to 200 bytes."""
     path = folder / f"{name}.jsonl"
     texts = [f"{i} says " + "abc defgh "[: 2 + i % 9] * (i % 20) for i in range(16)]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    path.write_text("".join(json.dumps({"text": text, "by": USERS[i % 5]}) + "\n" for i, text in enumerate(texts)))
     return str(path)
 
 
@@ -51,6 +53,7 @@ def private(folder: Path, data: dict[str, Any], steps: int = 2, precision: str =
             "validation_files": [documents(folder.parent, "validation")],
             "length": 64,
             "batch": 2,
+            "user": "by" if keys.get("unit") == "user" else "",
             **data,
         },
         schedule={"warmup": 1},
@@ -70,14 +73,16 @@ def stepper_of(config: Config) -> tuple[Parts, PrivateStepper]:
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("data", [PACKED, PADDED], ids=["packed", "padded"])
-def test_a_step_is_the_clipped_sum_over_documents(data: dict[str, Any], tmp_path: Path) -> None:
-    config = private(
-        tmp_path / "run", {**data, "batch": 8}, precision="fp64", noise_multiplier=0.0, max_grad_norm=1e-2, proof="off"
-    )
+@pytest.mark.parametrize("unit, batch", [("document", 8), ("user", 3)])
+def test_a_step_is_the_clipped_sum_over_units(data: dict[str, Any], unit: str, batch: int, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"noise_multiplier": 0.0, "max_grad_norm": 1e-2, "proof": "off", "unit": unit}
+    config = private(tmp_path / "run", {**data, "batch": batch}, precision="fp64", **settings)
     parts, stepper = stepper_of(config)
     windows = DocumentWindows(load_windows(config.data)[0])
-    numbers = sorted(set(windows.documents.tolist()))
-    assert stepper.engine.sample_rate == 8 / len(numbers)
+    lines = [json.loads(line) for line in Path(config.data.files[0]).read_text().splitlines()]
+    own = [str(lines[d]["by"]) if unit == "user" else str(d) for d in windows.documents.tolist()]
+    numbers = list(dict.fromkeys(own))
+    assert stepper.engine.sample_rate == batch / len(numbers) and len(numbers) == (4 if unit == "user" else 16)
     plain = copy.deepcopy(parts.model)
     draw = next(stepper.draws())
     (piece,) = list(draw.pieces)
@@ -85,10 +90,10 @@ def test_a_step_is_the_clipped_sum_over_documents(data: dict[str, Any], tmp_path
     drawn = sorted(set(last.units or []))
     assert drawn and len(last.indices) > len(drawn)  # some have several windows
     total = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
-    for unit in drawn:
+    for number in drawn:
         plain.zero_grad()
         for i in range(len(windows)):
-            if windows.documents[i] == numbers[unit]:
+            if own[i] == numbers[number]:
                 item = windows[i]
                 Objective(plain)(item["tokens"][None], item["targets"][None], 1 / 64)[0].backward()
         found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in plain.named_parameters()}
@@ -169,7 +174,9 @@ def test_the_part_of_each_layer_is_clipped_to_the_norm_of_its_rule(tmp_path: Pat
             'privacy.unit: "document" with packed windows, whose documents see each other; expected data.isolate = true',
         ),
         ({"unit": "window", "max_records_per_unit": 2}, PADDED, "privacy.max_records_per_unit: a window is one record"),
-        ({"unit": "user"}, PADDED, "privacy.unit: "),
+        ({"unit": "user"}, {**PADDED, "user": ""}, "data.user: is empty with"),
+        ({}, {**PADDED, "user": "by"}, 'data.user: is "by" with data.source = "jsonl" and privacy.unit = \'document\''),
+        ({"unit": "user"}, {**PADDED, "source": "text"}, 'data.user: is "by" with data.source = "text"'),
         (
             {"max_physical_batch": "auto"},
             {**PADDED, "micro_batch": 4},
@@ -192,6 +199,32 @@ def test_a_document_that_is_larger_than_a_backward_is_refused(tmp_path: Path) ->
         stepper_of(private(tmp_path / "run", {**PACKED, "micro_batch": 1}))
     with refusal(r"^data.batch: 500 documents of \d+ cannot be drawn"):
         stepper_of(private(tmp_path / "run", {**PACKED, "batch": 500}))
+
+
+def test_records_without_a_user_are_named(tmp_path: Path) -> None:
+    config = private(tmp_path / "run", PADDED, unit="user")
+    path = Path(config.data.files[0])
+    kept = path.read_text()
+    for user, words in (({}, 'has no "by"'), ({"by": None}, '"by" is null'), ({"by": True}, '"by" is true')):
+        path.write_text(kept + json.dumps({"text": "more", **user}))
+        with refusal(f"^{path}:17: {words}; expected text or an integer that names the user"):
+            load_windows(config.data)
+
+
+def test_a_run_of_users_counts_and_audits_users(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = private(tmp_path / "run", PACKED, unit="user", max_records_per_unit=3)
+    run(config)
+    record = json.loads((tmp_path / "run" / "record.json").read_text())["privacy"]
+    assert (record["unit"], record["adjacency"]) == ("one user", "add or remove one unit")
+    assert record["sample_rate"] == 2 / 4
+    (tmp_path / "run.toml").write_text(config.toml())
+    assert main(["plan", str(tmp_path / "run.toml"), "--target-epsilon", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "unit of privacy: one user" in printed and "for 4 users" in printed
+    audited = open_run(config, ONE, None, None)
+    assert (audited.privacy.unit, len(audited.windows)) == ("window", 4) and audited.sample_rate == 2 / 4
+    with audited.private() as stepper:
+        assert stepper.engine.sample_rate == 2 / 4
 
 
 def test_a_model_that_cannot_tell_tokens_apart_is_refused_by_name(tmp_path: Path) -> None:

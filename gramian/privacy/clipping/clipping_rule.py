@@ -286,29 +286,30 @@ class Clipping:
 
     def end_of_pass(self, info: PassInfo) -> None:
         """End a backward: compute the clipped sums and pass them to the receiver; after the first of two, only the factors."""
-        work = self._open(info)
-        if self._hub.tensor_parallel is not None:
-            try:
-                self._hub.tensor_parallel.require_same_noted()
-            except GramianError:
-                del self._works[info.number]
-                raise
-        if work.ignored:
+        work, refusals = self._open(info), self._hub.refusals
+        second = work.factors is not None
+        try:
+            with refusals.held():
+                if self._hub.tensor_parallel is not None:
+                    self._hub.tensor_parallel.require_same_noted()
+                if not (work.ignored or second):
+                    if not work.norms_only:
+                        self._stopwatch.add("backward", work.start_time, self._cuda)
+                    self._find_factors(work)
+            if refusals.in_backward and not work.ignored:
+                refusals.meet()
+        except GramianError:
             del self._works[info.number]
-        elif work.factors is not None:
-            del self._works[info.number]
-            self._pass_on(lambda name: work.totals.pop(name, None))
-        elif work.norms_only:
-            try:
-                self._find_factors(work)
-            except GramianError:
-                del self._works[info.number]
-                raise
+            raise
+        if work.norms_only and not (work.ignored or second):
             work.squares.clear()
+            return
+        del self._works[info.number]
+        if work.ignored:
+            return
+        if second:
+            self._pass_on(lambda name: work.totals.pop(name, None))
         else:
-            self._stopwatch.add("backward", work.start_time, self._cuda)
-            del self._works[info.number]
-            self._find_factors(work)
             if work.plan is None:
                 self.plan = ClippingPlan(tuple(work.rows.values()), self._options.budget, two_pass=False)
             if self._tuning.layerwise:

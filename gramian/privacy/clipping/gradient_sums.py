@@ -287,14 +287,6 @@ class GradientSums:
             whole = ready.pop(name)
             return (whole if box is None else whole[box]).to(total.device)
 
-        def drawn_whole(name: str, total: Tensor) -> Tensor:
-            """This process's columns of the noise of a parameter, whose place in the key stream is not contiguous."""
-            return (
-                coloured(name, total)
-                if name in blocks
-                else self._drawn(noise, name, noise_std, number)[self._box_of(name)]
-            )
-
         def finish(some: list[tuple[str, Tensor, Any]]) -> None:
             totals = []
             for name, total, reduction in some:
@@ -311,10 +303,10 @@ class GradientSums:
                 ]
                 plain, done = [], []
                 for (name, *_), target, total in zip(some, targets, totals, strict=True):
-                    if std > 0 and name not in blocks and not self._cuts_rows(name):
-                        plain.append((target, total, self._place(noise, name, total)))
+                    if std > 0 and name not in blocks:
+                        plain.append((target, total, noise.place(name, total.shape, self._box_of(name))))
                     else:
-                        done.append((target, total if std == 0 else wide(total) + drawn_whole(name, total)))
+                        done.append((target, total if std == 0 else wide(total) + coloured(name, total)))
                 if plain:
                     into, sums, places = zip(*plain, strict=True)
                     noise.add_noise_to(into, sums, places, noise_std, number, 1 / expected_batch)
@@ -347,22 +339,10 @@ class GradientSums:
             return gradient
         return torch.empty(local(p).shape, dtype=p.dtype, device=p.device)
 
-    def _place(self, noise: NoisePlan | CorrelatedNoise, name: str, total: Tensor) -> int:
-        """Place in the key stream of the first element that this process stores of a parameter."""
-        box = self._box_of(name)
-        return noise.place(name, total.shape, None if box is None else box[0])
-
     def _box_of(self, name: str) -> tuple[slice, ...] | None:
         if name not in self._boxes:
             self._boxes[name] = local_box(self.trained[name])
         return self._boxes[name]
-
-    def _cuts_rows(self, name: str) -> bool:
-        """True if this process stores some columns of a parameter, and not whole rows."""
-        box = self._box_of(name)
-        return box is not None and any(
-            part != slice(0, size) for part, size in zip(box[1:], self.trained[name].shape[1:], strict=True)
-        )
 
     def _drawn(self, noise: NoisePlan | CorrelatedNoise, name: str, std: float | Tensor, number: int) -> Tensor:
         """std · noise of release `number` for all of a parameter, whichever process stores it."""

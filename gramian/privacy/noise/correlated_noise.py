@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
 from gramian.linalg.wide import wide
-from gramian.parallel.data_parallel import as_sharded, local, local_rows
-from gramian.privacy.noise.element_noise import NoisePlan
+from gramian.parallel.data_parallel import as_sharded, local, local_box
+from gramian.privacy.noise.element_noise import NoisePlan, Part, Place
 from gramian.privacy.noise.noise_strategy import NoiseStrategy, buffers_of
 from gramian.privacy.noise.secrets import is_count
 
@@ -44,18 +44,18 @@ class CorrelatedNoise:
         """Begin without releases; `plan` draws the independent noise."""
         self._plan, self.strategy = plan, strategy
         self._rows = buffers_of(strategy.name, strategy.bands)
-        self._past: dict[tuple[int, int], _Past] = {}
+        self._past: dict[tuple[Place, int], _Past] = {}
         """By (place, number of elements), as two empty tensors may have one place."""
 
-    def place(self, name: str, shape: Sequence[int], rows: tuple[int, int] | slice | None = None) -> int:
-        """Place in the key stream of a parameter's first element: `NoisePlan.place`."""
+    def place(self, name: str, shape: Sequence[int], rows: Part | None = None) -> Place:
+        """Where the noise of a part of a parameter lies in the key stream: `NoisePlan.place`."""
         return self._plan.place(name, shape, rows)
 
     def add_noise_to(
         self,
         targets: Sequence[Tensor],
         sums: Sequence[Tensor],
-        places: Sequence[int],
+        places: Sequence[Place],
         std: float | Tensor,
         release: int,
         factor: float = 1.0,
@@ -74,7 +74,7 @@ class CorrelatedNoise:
         for past in pasts:
             past.next = release + 1
 
-    def _of(self, place: int, total: Tensor, release: int) -> _Past:
+    def _of(self, place: Place, total: Tensor, release: int) -> _Past:
         """The past of a tensor; a new one unless the last release was the one before."""
         key = (place, total.numel())
         if key not in self._past or self._past[key].next != release:
@@ -85,7 +85,7 @@ class CorrelatedNoise:
         self,
         targets: Sequence[Tensor],
         totals: list[Tensor],
-        places: Sequence[int],
+        places: Sequence[Place],
         std: float | Tensor,
         release: int,
         factor: float,
@@ -107,7 +107,7 @@ class CorrelatedNoise:
         self,
         targets: Sequence[Tensor],
         totals: list[Tensor],
-        places: Sequence[int],
+        places: Sequence[Place],
         std: float | Tensor,
         release: int,
         factor: float,
@@ -144,7 +144,7 @@ class CorrelatedNoise:
     def state_dict(self, trained: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         """{parameter: {"first", "next", "rows", "buffers": [y of each row, sharded as the parameter]}} of what has a release.
 
-        "rows" is (start, stop) of dim 0 that this process stores of the parameter; None: all.
+        "rows" is (start, stop) of dim 0 that this process stores of the parameter, or of every axis; None: all.
         """
         found = {}
         for name, p in trained.items():
@@ -152,7 +152,7 @@ class CorrelatedNoise:
             if past is not None:
                 shape = local(p.detach()).shape
                 rows = [as_sharded(row.clone().view(shape), p) for row in past.buffers]
-                found[name] = {"first": past.first, "next": past.next, "rows": local_rows(p), "buffers": rows}
+                found[name] = {"first": past.first, "next": past.next, "rows": _stored(p), "buffers": rows}
         return found
 
     def load_state_dict(self, state: Mapping[str, Any], trained: Mapping[str, nn.Parameter]) -> None:
@@ -170,7 +170,7 @@ class CorrelatedNoise:
             first, following, rows = own["first"], own["next"], list(own["buffers"])
             fits = is_count(first) and is_count(following) and first < following and len(rows) == self._rows
             fits = fits and all(tuple(row.shape) == tuple(p.shape) for row in rows)
-            mine = list(own["rows"] or ()) == list(local_rows(p) or ())
+            mine = list(own["rows"] or ()) == list(_stored(p) or ())
             fits = fits and (mine or not any(isinstance(row, DTensor) for row in rows))
         except (TypeError, KeyError, AttributeError):
             fits = False
@@ -184,9 +184,9 @@ class CorrelatedNoise:
             into.copy_(_own_rows(row, p).reshape(-1))
         return _Past(first, following, buffers)
 
-    def _key(self, name: str, p: nn.Parameter) -> tuple[int, int]:
+    def _key(self, name: str, p: nn.Parameter) -> tuple[Place, int]:
         part = local(p.detach())
-        return self.place(name, part.shape, local_rows(p)), part.numel()
+        return self.place(name, part.shape, local_box(p)), part.numel()
 
 
 def buffer_bytes(strategy: NoiseStrategy, trained: Mapping[str, nn.Parameter]) -> int:
@@ -196,8 +196,17 @@ def buffer_bytes(strategy: NoiseStrategy, trained: Mapping[str, nn.Parameter]) -
 
 
 def _own_rows(t: Tensor, like: nn.Parameter) -> Tensor:
-    """The rows of a whole tensor, or of one that is sharded as the parameter, which this process stores of the parameter."""
-    rows = local_rows(like)
+    """The part of a whole tensor, or of one that is sharded as the parameter, which this process stores of the parameter."""
+    box = local_box(like)
     if isinstance(t, DTensor):
         return t.to_local()
-    return t if rows is None else t[slice(*rows)]
+    return t if box is None else t[box]
+
+
+def _stored(p: nn.Parameter) -> tuple[int, ...] | None:
+    """(start, stop) of the rows that this process stores of a parameter, of every axis if it has columns; None: all."""
+    box = local_box(p)
+    if box is None:
+        return None
+    whole = all(part == slice(0, size) for part, size in zip(box[1:], p.shape[1:], strict=True))
+    return tuple(bound for part in box[: 1 if whole else None] for bound in (part.start, part.stop))

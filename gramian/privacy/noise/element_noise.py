@@ -1,7 +1,8 @@
 """Gaussian noise as a function of (noise key, release, element), whichever process stores the element.
 
 A release is one noised sum. Every element has one global index; its noise is the normal number at that place of the key stream
-of (noise key, release). So any sharding over dim 0, on any number of ranks, draws the noise of the unsharded parameter.
+of (noise key, release). So any sharding over dim 0, on any number of ranks, draws the noise of the unsharded parameter. Of one
+that is sharded over another axis, by W ranks, each draws the noise of all of it and keeps its part: W times as many draws.
 
 Noise is sampled in float32 and added in floating point: that is the usual model of DP-SGD, and it does not defend against an
 adversary who reads low-order bits of the result.
@@ -9,13 +10,17 @@ adversary who reads low-order bits of the result.
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
 from gramian.kernels import chacha
+from gramian.linalg.wide import wide
 
 MOST_ELEMENTS = 2**40
 """Largest number of elements of a release (one noised sum): 2³⁹ pairs, since Box–Muller makes normal numbers in pairs."""
@@ -51,6 +56,28 @@ def tail_delta(noise_multiplier: float, releases: int = 1) -> float:
     )
 
 
+@dataclass(frozen=True)
+class ColumnPlaces:
+    """Places of a part of a parameter that is not a run of its rows: they are not contiguous."""
+
+    first: int
+    """Place of the parameter's first element."""
+    shape: tuple[int, ...]
+    """The parameter's shape."""
+    bounds: tuple[tuple[int, int], ...]
+    """(start, stop) of the part along each axis."""
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The part of a tensor of the parameter's shape."""
+        return whole[tuple(slice(*bounds) for bounds in self.bounds)]
+
+
+Place = int | ColumnPlaces
+"""Where the noise of a tensor lies in the key stream: the place of its first element, or of each of its columns."""
+Part = tuple[int, int] | slice | tuple[slice, ...]
+"""What a process stores of a parameter: rows of dim 0, or a slice of each axis."""
+
+
 class NoisePlan:
     """Gives every parameter element a place in the key stream from which the noise of a release (noised sum) is drawn.
 
@@ -82,16 +109,21 @@ class NoisePlan:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise GramianError("noise: holds a key, so copies and pickles are refused; expected engine.state_dict()")
 
-    def place(self, name: str, shape: Sequence[int], rows: tuple[int, int] | slice | None = None) -> int:
-        """Place in the key stream of the first element of a parameter's rows (start, stop) of dim 0; None: of all of it.
+    def place(self, name: str, shape: Sequence[int], rows: Part | None = None) -> Place:
+        """Where the noise of a parameter's rows (start, stop) of dim 0 lies, or of a slice of each axis; None: of all of it.
 
         Raises:
-            GramianError: for an unknown name, a range outside the parameter, or a `shape` that is not that of these rows.
+            GramianError: for an unknown name, a range outside the parameter, or a `shape` that is not that of this part.
         """
         if name not in self.shapes:
             raise GramianError(f"{name}: not in the noise plan; expected one of its {len(self.shapes)} parameters")
         whole = self.shapes[name]
         start, expected = 0, whole
+        if isinstance(rows, tuple) and isinstance(rows[0], slice):
+            bounds = tuple(part.indices(size)[:2] for part, size in zip(rows, whole, strict=True))
+            if bounds[1:] != tuple((0, size) for size in whole[1:]) and tuple(shape) == tuple(b - a for a, b in bounds):
+                return ColumnPlaces(self.offsets[name], whole, bounds)
+            rows = rows[0]
         if rows is not None:
             start, stop = _range(name, whole, rows)
             expected = (stop - start, *whole[1:])
@@ -103,12 +135,14 @@ class NoisePlan:
         self,
         targets: Sequence[Tensor],
         sums: Sequence[Tensor],
-        places: Sequence[int],
+        places: Sequence[Place],
         std: float | Tensor,
         release: int,
         factor: float = 1.0,
     ) -> None:
         """targets[i] = (sums[i] + std · noise of this release at places[i]) · factor, rounded once; on CUDA in one launch.
+
+        Columns are one launch each, over all elements of their parameter.
 
         Args:
             targets: contiguous tensors on one device.
@@ -125,6 +159,12 @@ class NoisePlan:
             raise GramianError(f"release: {release}; expected a number in [0, 2^64)")
         segments: dict[int, list[tuple[Tensor, Tensor, int]]] = {}  # by nonce
         for target, total, place in zip(targets, sums, places, strict=True):
+            if isinstance(place, ColumnPlaces):
+                drawn = torch.zeros(place.shape, dtype=wide_dtype(total), device=total.device)
+                self.add_noise_to([drawn], [drawn], [place.first], std, release)
+                own = place.of(drawn).reshape(target.shape)
+                target.detach().copy_((wide(total.detach()) + own) * factor)
+                continue
             flat_N, total_N, done = target.detach().view(-1), total.detach().view(-1), 0
             while done < flat_N.numel():
                 segment, start = divmod(place + done, chacha.WORDS_PER_NONCE)
@@ -142,7 +182,7 @@ class NoisePlan:
         name: str,
         std: float | Tensor,
         release: int,
-        rows: tuple[int, int] | slice | None = None,
+        rows: Part | None = None,
         factor: float = 1.0,
     ) -> Tensor:
         """Add this release's noise to one parameter's gradient, or its `rows`, in place, and return it; see `add_noise_to`.
@@ -159,7 +199,7 @@ class NoisePlan:
         return f"NoisePlan({len(self.shapes)} parameters, {self.total} places)"
 
 
-def _range(name: str, shape: tuple[int, ...], rows: tuple[int, int] | slice) -> tuple[int, int]:
+def _range(name: str, shape: tuple[int, ...], rows: Any) -> tuple[int, int]:
     """Check a range of dim 0 of a parameter and return it as (start, stop); a `GramianError` if it is not within the shape."""
     if not shape:
         raise GramianError(f"{name}: rows of a 0-dim parameter; expected rows=None")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gramian.core.errors import GramianError
 from gramian.parallel.data_parallel import reshard
+from gramian.parallel.shared_refusals import RefusedElsewhere
 from gramian.taps.model.preserve_state import Generators, InitialState, preserve_state
 from gramian.taps.model.python_state import graph_tensors
 from gramian.taps.model.whole_layers import whole_classes
@@ -147,7 +148,9 @@ class RowProof:
         tells_apart = tells_apart and key in self.proven  # else all samples are equal, and nothing can be shown
         if unseen and (tells_apart or any(rows == 0 for _, _, rows in unseen)):
             if proven_before:
-                refuse_unseen(unseen)
+                with model.refusals.held():
+                    refuse_unseen(unseen)
+                return output
             self._prove(key, samples, execute, sums_only=not tells_apart)
             # it ran without a row for each sample, or as layers were understood before the proof
             if self._assumed() != assumed or any(rows == 0 and layer not in shared for layer, _, rows in unseen):
@@ -278,12 +281,10 @@ class RowProof:
             with preserve_state(root, counters=True):
                 lockstep.join_remaining_runs(partial(self._keep_company, forward))
         reshard(root)
-        if lockstep.any(failure is not None):
+        if reason := lockstep.first_reason(failure):
             if lockstep.any(repeated and failure is not None) and not (repeated and failure):
                 self.model.proof_failed()  # of another process, whose releases are this one's too
-            raise failure or GramianError(
-                "model: the row proof failed on another process; expected what its error says"
-            )
+            raise failure or RefusedElsewhere(reason)
 
     def _run_along(self, forward: Callable[[], Any]) -> None:
         """Run a forward and a backward whose results are ignored, so that other processes can gather weights from this one."""

@@ -46,7 +46,7 @@ ADDED_LATER = tuple(
         "clip_function", "layer_norms", "max_draw", "noise", "bands", "unit", "max_records_per_unit", "metric",
         "max_physical_batch",
     )
-) + (("kfac", "precondition"),)  # fmt: skip
+) + (("kfac", "precondition"), ("data", "user"))  # fmt: skip
 """(section, key) of config keys that earlier versions did not have: the hash omits them while they have their default, so that
 runs of those versions can be resumed."""
 
@@ -90,7 +90,7 @@ class Config:
             steps = 20 if self.optimizer.kind == "kfac" else 10
             object.__setattr__(self, "kfac", dataclasses.replace(self.kfac, update_freq=steps))
         config_checks.check_model(self.model)
-        config_checks.check_data(self.data, self.model)
+        config_checks.check_data(self.data, self.model, self.privacy)
         config_checks.check_run(self.run, self.schedule, self.optimizer)
         if self.privacy is not None:
             config_checks.check_privacy(self.privacy, self.data, self.run)

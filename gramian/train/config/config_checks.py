@@ -57,13 +57,22 @@ def check_model(model: sections.ModelSection) -> None:
         raise GramianError('model.path: is for model.kind = "huggingface"; expected none')
 
 
-def check_data(data: DataSection, model: sections.ModelSection) -> None:
-    """Raise unless data.files are given exactly if data.source reads files, and stride, packing and isolation fit together."""
+def check_data(data: DataSection, model: sections.ModelSection, privacy: sections.PrivacySection | None = None) -> None:
+    """Raise unless data.files are given exactly if data.source reads files, and stride, packing and isolation fit together.
+
+    Users are read from JSONL records of a run whose unit of privacy they are.
+    """
     if data.source == "embedded" and (data.files or data.validation_files):
         key = "files" if data.files else "validation_files"
         raise GramianError(f'data.{key}: are not read; expected data.source = "text", "jsonl" or "tokens"')
     if data.source != "embedded" and not data.files:
         raise GramianError(f'data.files: expected at least one for data.source = "{data.source}"')
+    if data.user and (data.source != "jsonl" or privacy is None or privacy.unit != "user"):
+        raise GramianError(
+            f'data.user: is "{data.user}" with data.source = "{data.source}" and '
+            f"{'no [privacy]' if privacy is None else f'privacy.unit = {privacy.unit!r}'}; expected it empty, or "
+            'data.source = "jsonl" and privacy.unit = "user"'
+        )
     if data.isolate and (not data.pack or model.kind == "huggingface"):
         raise GramianError('data.isolate: expected data.pack = true and model.kind = "gpt" or "goose"')
     if data.stride and (data.stride > data.length or not data.pack or data.isolate):
@@ -127,13 +136,17 @@ def check_privacy(privacy: sections.PrivacySection, data: DataSection, run: sect
             f'privacy.max_draw: has no bound in "{privacy.accountant}"; expected privacy.accountant = "pld"'
         )
     check_correlation(privacy, run)
-    if privacy.unit == "document" and data.pack and not data.isolate:
+    if privacy.unit != "window" and data.pack and not data.isolate:
         raise GramianError(
-            'privacy.unit: "document" with packed windows, whose documents see each other; expected data.isolate = true, or '
-            "data.pack = false"
+            f'privacy.unit: "{privacy.unit}" with packed windows, whose documents see each other; expected '
+            "data.isolate = true, or data.pack = false"
         )
+    if privacy.unit == "user" and not data.user:
+        raise GramianError('data.user: is empty with privacy.unit = "user"; expected the key of a record\'s user')
     if privacy.max_records_per_unit is not None and privacy.unit == "window":
-        raise GramianError('privacy.max_records_per_unit: a window is one record; expected privacy.unit = "document"')
+        raise GramianError(
+            'privacy.max_records_per_unit: a window is one record; expected privacy.unit = "document" or "user"'
+        )
     if privacy.layer_norms and privacy.clip_function != "per_layer":
         raise GramianError('privacy.layer_norms: are for each layer; expected privacy.clip_function = "per_layer"')
     if privacy.max_physical_batch and data.micro_batch:

@@ -253,11 +253,11 @@ class PrivacySection:
     """Failure probability δ of the privacy guarantee."""
     max_grad_norm: Positive = 1.0
     """Norm that the gradient of each unit is clipped to; with clip_function "adaptive" that of the first step."""
-    unit: Literal["window", "document"] = "window"
-    """Unit of privacy: a window; or a document with all its windows (data.pack = false or data.isolate = true), of which
-    data.batch are then drawn on average in a step."""
+    unit: Literal["window", "document", "user"] = "window"
+    """Unit of privacy: a window; a document with all its windows, or a user (data.user) with all documents (data.pack = false
+    or data.isolate = true), of which data.batch are then drawn on average in a step."""
     max_records_per_unit: Count | None = None
-    """Largest number of windows of a document in a draw; longer documents give a random subset. none: all."""
+    """Largest number of windows of a document or user in a draw; larger ones give a random subset. none: all."""
     clip_function: Literal["flat", "per_layer", "automatic", "adaptive"] = "flat"
     """Scaling of gradients g: min(1, C/|g|); the same for each layer's part, with C/√layers; C/(|g| + 0.01); or "flat" with a C
     that follows the median of |g| privately."""

@@ -87,7 +87,8 @@ class ExaminedRun:
         config, module = self.config, Objective(model)
         options = dataclasses.replace(config.optimizer, weight_decay=0.0, lr=rate or config.optimizer.lr)
         optimizer = build_optimizer(module, options, self.grid.device, config.kfac, config.run.seed)
-        plain = dataclasses.replace(config, privacy=None, kfac=config.kfac if natural and not config.privacy else None)
+        kfac = config.kfac if natural and not config.privacy else None
+        plain = dataclasses.replace(config, privacy=None, kfac=kfac, data=dataclasses.replace(config.data, user=""))
         found = build_stepper(plain, self.grid, self.numbers, self.windows, module, optimizer)
         assert isinstance(found, PlainStepper)
         return found

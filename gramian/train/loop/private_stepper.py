@@ -1,7 +1,7 @@
 """Takes the steps of a private run: a Poisson draw in place of a batch; the privacy engine clips and adds noise.
 
 The loss of a window is the sum over its tokens divided by `data.length`; the privacy guarantee holds for one window, or with
-privacy.unit = "document" for all windows of a document, the sum of whose gradients is clipped. ε covers neither the reported
+privacy.unit = "document" or "user" for all windows of one, the sum of whose gradients is clipped. ε covers neither the reported
 loss nor the order of the data; the reported gradient norm is that of the gradient with noise.
 """
 
@@ -55,8 +55,8 @@ class Draw:
 class PrivateStepper(Stepper):
     """Takes the steps of DP-SGD training with a `PrivacyEngine`, which makes the model private at construction.
 
-    The config has a [privacy] section; each of `windows`, or of their documents, is one unit. `curvature` refreshes the K-FAC
-    factors that precondition the optimizer or are the metric of clipping and noise; None: no K-FAC.
+    The config has a [privacy] section; each of `windows`, or of their documents or users, is one unit. `curvature` refreshes
+    the K-FAC factors that precondition the optimizer or are the metric of clipping and noise; None: no K-FAC.
     """
 
     repeatable = False
@@ -90,14 +90,14 @@ class PrivateStepper(Stepper):
         records: Any = windows
         self._pack: PackedRows | None = None
         unit_of, units = None, len(windows)
-        if options.unit == "document":
-            own = DocumentWindows(windows)
-            records, unit_of, units = own.windows, own.documents, len(np.unique(own.documents))
-            most = min(int(np.bincount(own.documents).max()), options.max_records_per_unit or len(own))
+        if options.unit != "window":
+            own = DocumentWindows(windows, by_user=options.unit == "user")
+            records, unit_of, units = own.windows, own.units, len(np.unique(own.units))
+            most = min(int(np.bincount(own.units).max()), options.max_records_per_unit or len(own))
             if data.micro_batch and most > data.micro_batch:
                 raise GramianError(
-                    f"data.micro_batch: is {data.micro_batch}, and a document has {most} windows, which have to be in one "
-                    "backward; expected at least as many, 0, or a smaller privacy.max_records_per_unit"
+                    f"data.micro_batch: is {data.micro_batch}, and a {options.unit} has {most} windows, which have to be in "
+                    "one backward; expected at least as many, 0, or a smaller privacy.max_records_per_unit"
                 )
             if data.pack:
                 records, self._pack = own, PackedRows(data.length, windows.stream.end)

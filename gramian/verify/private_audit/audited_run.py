@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from gramian.core.errors import GramianError
 from gramian.data import Windows, load_windows
+from gramian.data.document_rows import DocumentWindows
 from gramian.linalg.wide import wide
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.privacy.accounting.noise_search import find_noise_multiplier
@@ -93,7 +94,7 @@ class AuditedRun:
         module = CraftedObjective(copy.deepcopy(self.model), scales) if scales else Objective(copy.deepcopy(self.model))
         module.to(self.grid.device)
         optimizer = build_optimizer(module, config.optimizer, self.grid.device, None, config.run.seed)
-        audited = replace(config, privacy=privacy)
+        audited = replace(config, privacy=privacy, data=replace(config.data, user=""))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "proof: is|accountant: ")
             curvature = self._curvature(module)
@@ -119,7 +120,7 @@ def open_run(config: Config, grid: ProcessGrid, folder: Path | None, noise_multi
     """Load data and model of a private run, on one process; with the run's weights if it has a folder.
 
     `noise_multiplier` is σ of the run, from its record; None: as the config gives it, or computed from its target_epsilon. A
-    run whose unit is a document is audited with documents of one window, the first of each.
+    run whose unit is a document or a user is audited with units of one window, the first of each.
 
     Raises:
         GramianError: if the config has no [privacy], or does not fit data or machine.
@@ -134,8 +135,8 @@ def open_run(config: Config, grid: ProcessGrid, folder: Path | None, noise_multi
         numbers = Precision("fp32", numbers.device)
     set_globals(config.precision, config.run.deterministic)
     windows, _ = load_windows(config.data)
-    if privacy.unit == "document":  # a unit of one record: the first window of each document
-        windows = Windows(windows.stream, windows.length, pack=False).first_of_documents()
+    if privacy.unit != "window":  # a unit of one record: its first window
+        windows = DocumentWindows(windows, by_user=privacy.unit == "user").first_of_units()
         privacy = replace(privacy, unit="window", max_records_per_unit=None)
     model = build_model(config, windows.vocabulary) if folder is None else load_run(folder, "argument RUN_DIR").model
     model = model.to(device=grid.device, dtype=numbers.weights)

@@ -1,0 +1,87 @@
+"""What one process refuses is raised by all that train the same model, where they next meet.
+
+A process that raises alone leaves the others waiting in a collective. So they meet before their collectives, at a `Rendezvous`
+where one that refused something has left its reason. A process from which the others gather weights, or parts of the features,
+cannot leave a backward halfway: it runs along to the end and raises there.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from gramian.core.errors import GramianError
+from gramian.parallel.process_grid import ONE_PROCESS, ProcessGrid
+from gramian.parallel.rendezvous import Rendezvous, next_number
+
+
+class RefusedElsewhere(GramianError):
+    """What another process of the same model refused: "process R: reason"."""
+
+
+class SharedRefusals:
+    """The refusals of the processes of one model; with one process every error is raised at once and nothing is exchanged."""
+
+    def __init__(self, grid: ProcessGrid = ONE_PROCESS) -> None:
+        """Begin without a refusal; all processes of `grid` make this object together."""
+        self._grid, self._meetings = grid, 0
+        self._number = next_number(grid.group) if grid.size > 1 else 0
+        self._held: GramianError | None = None
+        self._told: GramianError | None = None
+        self._before: Rendezvous | None = None
+
+    @property
+    def in_backward(self) -> bool:
+        """True if processes need each other inside a forward and backward, because they share weights or features."""
+        return self._grid.shards and self._grid.size > 1
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Context manager: the other processes read of a GramianError that leaves it where they next meet. Does not wait."""
+        try:
+            yield
+        except GramianError as error:
+            self._tell(error)
+            raise
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Context manager: as `told`, but where processes need each other in a backward, an error is raised by `meet`."""
+        try:
+            yield
+        except GramianError as error:
+            if not self.hold(error):
+                raise
+
+    def hold(self, error: GramianError) -> bool:
+        """True if `meet` will raise this error; False if it is to be raised at once, and the others read of it."""
+        if self.in_backward:
+            self._held = self._held or error
+        else:
+            self._tell(error)
+        return self.in_backward
+
+    def meet(self) -> None:
+        """Wait until all processes are here, or one has refused something. One rendezvous; nothing with one process.
+
+        Raises:
+            GramianError: on all of them if one refused something: its own error there, and "process R: reason" elsewhere.
+        """
+        held, self._held = self._held, None
+        if held is not None:
+            self._tell(held)
+            raise held
+        if self._grid.size > 1:
+            meeting, before = self._next(), self._before
+            self._before = meeting
+            if reason := meeting.wait_for_all(before):
+                self._told = RefusedElsewhere(reason)
+                raise self._told
+
+    def _tell(self, error: GramianError) -> None:
+        if self._grid.size > 1 and error is not self._told:
+            self._told, meeting = error, self._next()
+            if not isinstance(error, RefusedElsewhere):  # else that process has told it
+                meeting.decline(str(error))
+
+    def _next(self) -> Rendezvous:
+        self._meetings += 1
+        return Rendezvous(self._grid.group, f"meeting {self._meetings} of private model {self._number}")
