@@ -117,7 +117,7 @@ class Outer(PerSampleGradient):
             return (wide_norms(self.left_BTM.flatten(1)) * wide_norms(self.right_BTN.flatten(1))).square()
         if name == "direct":
             return direct_squares(self.left_BTM, self.right_BTN)
-        (squares_B,), (doubtful_B,) = gram_of([[self]])
+        squares_B, doubtful_B = (one_1B[0] for one_1B in gram_of([[self]]))
         if bool(doubtful_B.any()):
             chosen = doubtful_B.nonzero()[:, 0]
             squares_B[chosen] = direct_squares(self.left_BTM[chosen], self.right_BTN[chosen])
