@@ -3,6 +3,7 @@
 Every forward gathers weights from all processes, so a process that has finished keeps running until all have.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,19 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from gramian.parallel.exchange import Exchange
+
+_of_hosts: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
+"""{process group: the gloo group of its processes}, which all captures and private models on it share."""
+
+
+def gloo_group(group: Any) -> Any:
+    """The gloo group of a group's processes: itself if it is one, else made on the first call, on all of them together."""
+    if dist.get_backend(group) == "gloo":
+        return group
+    if group not in _of_hosts:
+        ranks = dist.get_process_group_ranks(group)
+        _of_hosts[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _of_hosts[group]
 
 
 def sharing_group(root: FSDPModule) -> Any:
@@ -42,16 +56,14 @@ class Lockstep:
     """
 
     def __init__(self, group: Any = None) -> None:
-        """Make a gloo group of the same processes for these all-reduces, unless `group` is one already.
+        """Use the gloo group of the same processes for these all-reduces.
 
         Args:
             group: process group of the processes that share weights; None: this process only.
         """
         self._group = None
         if group is not None and dist.get_world_size(group) > 1:
-            ranks = dist.get_process_group_ranks(group)
-            is_gloo = dist.get_backend(group) == "gloo"
-            self._group = group if is_gloo else dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            self._group = gloo_group(group)
 
     @property
     def alone(self) -> bool:

@@ -1,15 +1,17 @@
 """Captures under FSDP2 (`fully_shard` of every block and the root), against the loop over the same samples."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import gramian
+from gramian.parallel import lockstep
 from tests.dist import bodies
 from tests.dist.test_captures import ACCEPTS_EMPTY, EMPTY, UNEVEN, random_sizes
 from tests.dist.worlds import CASE_NAMES, captured, each_block, mine, wrap
@@ -258,3 +260,20 @@ def test_a_weight_that_is_never_used_through_its_layer_is_named(rank: int) -> No
     fully_shard(model)
     with refusal("kept.weight"), gramian.per_sample_norms(model):
         model(torch.randn(3, 4)).square().sum().backward()
+
+
+@distributed(world_size=2)
+def test_all_captures_of_one_model_share_one_group_of_hosts(rank: int) -> None:
+    """Where the weights' group is not of gloo: captures one after the other make no group each."""
+    p, model = problem("mlp", 4), wrap("fsdp2", problem("mlp", 4).model())
+    groups = dist.distributed_c10d._world.pg_map
+    counts, before = [], len(groups)
+    with mock.patch.object(dist, "get_backend", lambda group=None: "nccl"):
+        for _ in range(3):
+            captured(model, p, p.rows(slice(2 * rank, 2 * rank + 2)))
+            counts.append(len(groups))
+        assert isinstance(model, FSDPModule)
+        made = lockstep.gloo_group(lockstep.sharing_group(model))
+    dist.destroy_process_group(made)
+    lockstep._of_hosts.clear()
+    assert counts == [before + 1] * 3
