@@ -5,6 +5,7 @@ what each part contributes, and where it stands beside AdamW and Muon.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import compress
 from typing import Any
 
 import torch
@@ -145,7 +146,9 @@ class KFAC(Optimizer):
                     f"params: one of shape {list(p.shape)} is not a parameter of the model; expected the model's own"
                 )
         check_options(group)
-        group["params"] = [p for p in group["params"] if p.requires_grad]
+        trained = [p.requires_grad for p in group["params"]]
+        for key in {"params", "param_names"} & group.keys():
+            group[key] = list(compress(group[key], trained))
         group["fused"] = all(p.is_cuda for p in group["params"])
         self.param_groups.append(group)
         self._chosen_for = None

@@ -10,10 +10,11 @@ from gramian.curvature.blocks.consistency import check_number
 
 
 def listed(params: Any) -> list[Any]:
-    """The argument `params` as a list of parameters or of groups; a GramianError for anything else."""
+    """The argument `params` as a list of parameters, (name, parameter) or groups; a GramianError for anything else."""
     found = list(params) if isinstance(params, Iterable) and not isinstance(params, Tensor | dict | str) else []
     groups = all(isinstance(one, dict) and "params" in one for one in found)
-    if not found or not (groups or all(isinstance(one, Tensor) for one in found)):
+    named = all(isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], Tensor) for one in found)
+    if not found or not (groups or named or all(isinstance(one, Tensor) for one in found)):
         raise GramianError(
             'params: expected parameters of the model, or dicts with the key "params", at least one; '
             f"got {type(params).__name__}"

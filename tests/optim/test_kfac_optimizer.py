@@ -323,6 +323,21 @@ def test_groups_have_their_own_rates_and_may_leave_kfac_out() -> None:
     assert set(optimizer.kfac.kfac_factors) == {"same", "also"}
 
 
+def test_named_parameters_are_taken_as_other_optimizers_take_them() -> None:
+    model = model_of("words")
+    assert isinstance(model, Words)
+    model.same.requires_grad_(False)
+    groups = [{"params": [*model.same.named_parameters("same"), *model.up.named_parameters("up")], "lr": 1e-2}]
+    for params, names in (
+        (groups, ["up.weight", "up.bias"]),
+        (model.named_parameters(), ["table.weight", "norm.weight"]),
+    ):
+        optimizer = gramian.optim.KFAC(model, params=params)
+        (group,) = optimizer.param_groups
+        assert group["param_names"][:2] == names and len(group["params"]) == len(group["param_names"])
+        stepped(optimizer, model, batch_of("words", 0))
+
+
 def test_frozen_parameters_stay_and_the_order_of_groups_is_theirs() -> None:
     model = model_of("words")
     assert isinstance(model, Words)
