@@ -64,34 +64,34 @@ def gram_squares(
     """
     program = tl.program_id(0)
     sample = program // pairs % samples
-    place = program // (pairs * samples) * (LEFTS + 1)
+    layer = program // (pairs * samples) * (LEFTS + 1)
     row_tile, column_tile = tile_pair(program % pairs, tiles, GROUP)
     row = row_tile * TILE
     column = column_tile * TILE
 
     s_right = tl.zeros((TILE, TILE), tl.float32)
     s_right = _add_gram(
-        s_right, table, place, sample, row, column, right_b, right_t, right_n, samples, tokens, right_width,
+        s_right, table, layer, sample, row, column, right_b, right_t, right_n, samples, tokens, right_width,
         RIGHT, ALIGNMENT, TILE, DEPTH, DESCRIPTOR,
     )  # fmt: skip
     s_left = tl.zeros((TILE, TILE), tl.float32)
     s_left = _add_gram(
-        s_left, table, place + 1, sample, row, column, left_0_b, left_0_t, left_0_n, samples, tokens, left_0_width,
+        s_left, table, layer + 1, sample, row, column, left_0_b, left_0_t, left_0_n, samples, tokens, left_0_width,
         LEFT, ALIGNMENT, TILE, DEPTH, DESCRIPTOR,
     )  # fmt: skip
     if LEFTS > 1:
         s_left = _add_gram(
-            s_left, table, place + 2, sample, row, column, left_1_b, left_1_t, left_1_n, samples, tokens, left_1_width,
+            s_left, table, layer + 2, sample, row, column, left_1_b, left_1_t, left_1_n, samples, tokens, left_1_width,
             LEFT, ALIGNMENT, TILE, DEPTH, DESCRIPTOR,
         )  # fmt: skip
     if LEFTS > 2:
         s_left = _add_gram(
-            s_left, table, place + 3, sample, row, column, left_2_b, left_2_t, left_2_n, samples, tokens, left_2_width,
+            s_left, table, layer + 3, sample, row, column, left_2_b, left_2_t, left_2_n, samples, tokens, left_2_width,
             LEFT, ALIGNMENT, TILE, DEPTH, DESCRIPTOR,
         )  # fmt: skip
     if LEFTS > 3:
         s_left = _add_gram(
-            s_left, table, place + 4, sample, row, column, left_3_b, left_3_t, left_3_n, samples, tokens, left_3_width,
+            s_left, table, layer + 4, sample, row, column, left_3_b, left_3_t, left_3_n, samples, tokens, left_3_width,
             LEFT, ALIGNMENT, TILE, DEPTH, DESCRIPTOR,
         )  # fmt: skip
 
