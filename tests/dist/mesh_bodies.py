@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
@@ -224,7 +225,8 @@ def trained(layout: str, name: str, style: str, steps: int = 4, sigma: float = 0
             loss_of(model, x, y).backward()
             optimizer.step()
         found.append((whole({k: p.detach() for k, p in model.named_parameters()}), engine.get_epsilon(1e-5)))
-        assert engine.sample_rate == 0.25 and engine.expected_batch == 2.0
+        units = len({*options.get("unit_of", range(8))})
+        assert engine.sample_rate == 2.0 / units and engine.expected_batch == 2.0
         engine.detach()
     (alone, spent), (spread_out, spent_too) = found
     assert spent == spent_too
@@ -340,7 +342,10 @@ def refused_layouts(rank: int) -> None:
 
     units = torch.zeros(8, dtype=torch.long).tolist()
     compiled = on_two(CASES["mlp"].model())
+    replicated = CASES["mlp"].model()
+    replicate(replicated, device_mesh=mesh_of(1, 2)["tp"])
     cases = {
+        r"^module: replicate\(\) reduces its gradients by hooks": lambda: private(replicated),
         '^module: the mesh of .* has a dimension "pp"': on((2, 1), ("pp", "dp"), "dp"),
         '^module: the mesh of .* has a dimension "cp"': on((1, 2), ("dp", "cp"), "cp"),
         "tensor parallel inside DistributedDataParallel; expected fully_shard": beside_ddp,
