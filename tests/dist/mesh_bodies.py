@@ -235,6 +235,16 @@ def trained(layout: str, name: str, style: str, steps: int = 4, sigma: float = 0
     assert_ranks_hold_the_same(spread_out)
 
 
+def public_factors(name: str) -> gramian.KFACNaturalGradient:
+    """Factors of other samples, from a copy of the model on each process."""
+    case, kfac = CASES[name], gramian.KFACNaturalGradient(woodbury_dtype="fp64", kfac_distributed_reduce="none")
+    model, (x, y) = case.model(), case.data(5)
+    with kfac.capture(model, loss_reduction="mean", num_terms=5):
+        loss_of(model, x, y.view(5, -1)).backward()
+    kfac.public = True
+    return kfac
+
+
 def proofs(rank: int) -> None:
     """Rows are proven, coupled samples, and parts of a gradient that are alike by chance, are refused on all processes."""
     x = torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -87,6 +87,19 @@ def test_correlated_noise_of_shards_cut_both_ways(rank: int) -> None:
     bodies.trained("fsdp2 x tp", "mlp", "usual", **BANDED)
 
 
+@pytest.mark.parametrize("model, style", [("gpt", "tables"), pytest.param("flat", "usual", marks=pytest.mark.full)])
+@distributed(world_size=2)
+def test_a_metric_of_public_factors_is_that_of_one_process(rank: int, model: str, style: str) -> None:
+    bodies.trained("tp", model, style, metric=bodies.public_factors(model))
+
+
+@pytest.mark.full
+@distributed(world_size=4)
+def test_a_metric_of_public_factors_over_both(rank: int) -> None:
+    bodies.trained("fsdp2 x tp", "mlp", "usual", metric=bodies.public_factors("mlp"))
+    bodies.trained("hsdp", "mlp", "usual", metric=bodies.public_factors("mlp"))
+
+
 @pytest.mark.parametrize(
     "options",
     [
