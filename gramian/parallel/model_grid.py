@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.contract import _get_registry
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -48,6 +49,11 @@ def grid_of(model: nn.Module, root: nn.Module) -> ProcessGrid:
         raise GramianError(
             f"module: {(local or [sharded[0][0]])[0]} is tensor parallel inside DistributedDataParallel; expected fully_shard "
             "over the data-parallel dimension of the mesh"
+        )
+    if any("replicate" in (_get_registry(module) or ()) for module in root.modules()):
+        raise GramianError(
+            "module: replicate() reduces its gradients by hooks of its own; expected DistributedDataParallel around the model, "
+            "or fully_shard, also over (replicate, shard)"
         )
     if not sharded:
         if wrapper is None:

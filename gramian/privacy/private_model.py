@@ -102,7 +102,7 @@ class PrivateModel:
         self.tensor_parallel = TensorParallel.of(self.root)
         """The processes that see the same samples and clip a share of them each; None: there are none."""
         if self.tensor_parallel is not None:
-            refuse_with_tensor_parallel(module, {"metric": metric, "unit_of": units})
+            refuse_with_tensor_parallel(module, {"unit_of": units})
         if self.parallel.size == 1 and dist.is_initialized() and dist.get_world_size() > 1:
             warnings.warn(
                 "module: is not wrapped although there are several processes, so each trains, and accounts for, a model of its "

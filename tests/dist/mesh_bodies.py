@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
@@ -224,13 +225,24 @@ def trained(layout: str, name: str, style: str, steps: int = 4, sigma: float = 0
             loss_of(model, x, y).backward()
             optimizer.step()
         found.append((whole({k: p.detach() for k, p in model.named_parameters()}), engine.get_epsilon(1e-5)))
-        assert engine.sample_rate == 0.25 and engine.expected_batch == 2.0
+        units = len({*options.get("unit_of", range(8))})
+        assert engine.sample_rate == 2.0 / units and engine.expected_batch == 2.0
         engine.detach()
     (alone, spent), (spread_out, spent_too) = found
     assert spent == spent_too
     for key, p in alone.items():
         torch.testing.assert_close(spread_out[key], p, rtol=1e-10, atol=1e-10)
     assert_ranks_hold_the_same(spread_out)
+
+
+def public_factors(name: str) -> gramian.KFACNaturalGradient:
+    """Factors of other samples, from a copy of the model on each process."""
+    case, kfac = CASES[name], gramian.KFACNaturalGradient(woodbury_dtype="fp64", kfac_distributed_reduce="none")
+    model, (x, y) = case.model(), case.data(5)
+    with kfac.capture(model, loss_reduction="mean", num_terms=5):
+        loss_of(model, x, y.view(5, -1)).backward()
+    kfac.public = True
+    return kfac
 
 
 def proofs(rank: int) -> None:
@@ -340,7 +352,10 @@ def refused_layouts(rank: int) -> None:
 
     units = torch.zeros(8, dtype=torch.long).tolist()
     compiled = on_two(CASES["mlp"].model())
+    replicated = CASES["mlp"].model()
+    replicate(replicated, device_mesh=mesh_of(1, 2)["tp"])
     cases = {
+        r"^module: replicate\(\) reduces its gradients by hooks": lambda: private(replicated),
         '^module: the mesh of .* has a dimension "pp"': on((2, 1), ("pp", "dp"), "dp"),
         '^module: the mesh of .* has a dimension "cp"': on((1, 2), ("dp", "cp"), "cp"),
         "tensor parallel inside DistributedDataParallel; expected fully_shard": beside_ddp,

@@ -87,6 +87,35 @@ def test_correlated_noise_of_shards_cut_both_ways(rank: int) -> None:
     bodies.trained("fsdp2 x tp", "mlp", "usual", **BANDED)
 
 
+@pytest.mark.parametrize("model, style", [("gpt", "tables"), pytest.param("flat", "usual", marks=pytest.mark.full)])
+@distributed(world_size=2)
+def test_a_metric_of_public_factors_is_that_of_one_process(rank: int, model: str, style: str) -> None:
+    bodies.trained("tp", model, style, metric=bodies.public_factors(model))
+
+
+@pytest.mark.full
+@distributed(world_size=4)
+def test_a_metric_of_public_factors_over_both(rank: int) -> None:
+    bodies.trained("fsdp2 x tp", "mlp", "usual", metric=bodies.public_factors("mlp"))
+    bodies.trained("hsdp", "mlp", "usual", metric=bodies.public_factors("mlp"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"unit_of": [0, 0, 1, 1, 2, 2, 3, 3], "steps": 2},
+        {"max_physical_batch": 1},
+        pytest.param({"clip_function": "adaptive", "sigma": 0.15}, marks=pytest.mark.full),
+        pytest.param(BANDED, marks=pytest.mark.full),
+        pytest.param(ROOTS, marks=pytest.mark.full),
+    ],
+    ids=["units", "one by one", "adaptive", "bandmf", "bisr"],
+)
+@distributed(world_size=4)
+def test_every_option_under_hybrid_sharding(rank: int, options: dict[str, Any]) -> None:
+    bodies.trained("hsdp", "mlp", "usual", **options)
+
+
 @pytest.mark.few_proofs(every=1)
 @distributed(world_size=2)
 def test_rows_are_proven_and_coupled_samples_refused(rank: int) -> None:

@@ -31,7 +31,6 @@ def refuse_mixing(layers: Sequence[tuple[str, nn.Module, Site]]) -> None:
 
 
 NOT_SHARED = {
-    "metric": "whitens whole layers; expected metric=None",
     "unit_of": "groups rows, which processes divide among them; expected unit_of=None",
 }
 """{option: why it cannot be used with a tensor-parallel model}."""
