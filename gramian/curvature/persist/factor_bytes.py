@@ -27,7 +27,8 @@ def most_bytes(specs: Mapping[str, Spec], options: Options) -> int:
     for name, keep in keeps_of(specs, options, None, False).items():
         spec = specs[name]
         sides = ((spec.inputs, keep.A), (spec.outputs, keep.G))
-        found += FACTS + sum(8 * (n if side.diagonal else n * n) for n, side in sides)
+        each = max(4, options.storage_dtype(spec.dtype).itemsize)
+        found += FACTS + sum(each * (n if side.diagonal else n * n) for n, side in sides)
     return found
 
 
@@ -37,8 +38,10 @@ def to_bytes(saved: Mapping[str, Any], most: int) -> Tensor:
 
     header, tensors = flattened(saved)
     written = save({**tensors, HEADER: torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)})
-    content = len(written).to_bytes(8, "little") + written
-    return torch.frombuffer(bytearray(content.ljust(most, b"\0")), dtype=torch.uint8)
+    packed = torch.zeros(max(most, 8 + len(written)), dtype=torch.uint8)
+    packed[:8] = torch.frombuffer(bytearray(len(written).to_bytes(8, "little")), dtype=torch.uint8)
+    packed[8 : 8 + len(written)] = torch.frombuffer(bytearray(written), dtype=torch.uint8)
+    return packed
 
 
 def from_bytes(packed: Tensor) -> dict[str, Any]:
@@ -46,9 +49,10 @@ def from_bytes(packed: Tensor) -> dict[str, Any]:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    content = packed.detach().to("cpu", torch.uint8).numpy().tobytes()
+    here = packed.detach().to("cpu", torch.uint8)
     try:
-        tensors = load(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        length = int.from_bytes(here[:8].numpy().tobytes(), "little")
+        tensors = load(here[8 : 8 + length].numpy().tobytes())
         return nested(tensors.pop(HEADER).numpy().tobytes().decode(), tensors)
-    except (SafetensorError, ValueError, KeyError, TypeError):
+    except (SafetensorError, RuntimeError, ValueError, KeyError, TypeError):
         raise GramianError('state_dict: its "kfac" is damaged; expected the state of a gramian.optim.KFAC') from None
