@@ -571,7 +571,7 @@ BUGS = (
     ),
     Mutation(
         "batch of a mean loss missing in the sum",
-        Edit("weighted_sums:_weighted_sum", "work.factors[group] * work.info.factor", "work.factors[group]"),
+        Edit("weighted_sums:_weights", "work.factors[group] * work.info.factor", "work.factors[group]"),
         _sums("mlp"),
     ),
     Mutation(
@@ -824,7 +824,7 @@ BUGS = (
         "every parameter clipped by itself",
         Edit(
             "weighted_sums:_weighted_sum",
-            "weights_B = work.weights[device, group]",
+            "weights_B = _weights(work, gradient, name)",
             "weights_B = (work.clip.limits[0] / (gradient.squared_norms().sqrt() * work.info.scale)).clamp(max=1.0)"
             " * work.info.factor",
         ),
@@ -1193,7 +1193,7 @@ BUGS = (
     ),
     Mutation(
         "noise of a metric drawn without it",
-        Edit("GradientSums.release", "if std > 0 and name not in blocks and not", "if std > 0 and not"),
+        Edit("GradientSums.release", "if std > 0 and name not in blocks:", "if std > 0:"),
         partial(test_metric.test_noise_is_the_inverse_root_of_the_metric_times_that_of_a_run_without_one, "mlp"),
     ),
     Mutation(
