@@ -279,7 +279,7 @@ MUTATIONS = (
         "tied weights counted apart",
         (
             Edit(
-                "Joined.squared_norms",
+                "Joined.squares",
                 "apart_B + 2 * sum(inner(left, right) for left, right in combinations(self.parts, 2))",
                 "apart_B.clone()",
             ),

@@ -582,7 +582,7 @@ BUGS = (
     Mutation(
         "tied weights as a sum of squares",
         Edit(
-            "Joined.squared_norms",
+            "Joined.squares",
             "apart_B + 2 * sum(inner(left, right) for left, right in combinations(self.parts, 2))",
             "apart_B.clone()",
         ),

@@ -17,6 +17,7 @@ from gramian.oracles.clipped_sum import clip, clipped_sum
 from gramian.privacy.clipping import weighted_sums
 from gramian.privacy.clipping.clip_factors import SLACK
 from gramian.privacy.options import Tuning
+from gramian.taps.gradients import Joined
 from gramian.taps.gradients.outer import weighted_totals
 from gramian.taps.model.whole_layers import whole_classes
 from tests.kit.matrix import FULL, sample, some
@@ -499,6 +500,24 @@ def _sums_of(
     ):
         run.engine.backward((model(x) * g).sum((1, 2)).mean())
         return run.gradients(), max((len(call.args[0]) for call in launches.call_args_list), default=1)
+
+
+@pytest.mark.parametrize("storage", ["auto", "two_pass"])
+def test_uses_of_a_tied_table_that_seem_to_cancel_are_measured_again(
+    storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which samples those are is read with what else is in doubt; their sums stay as they are."""
+    p, found = problem("tied_gpt", 4), []
+    exact = Joined.exact_squares
+    monkeypatch.setattr("gramian.taps.gradients.joined.CANCELLED", float("inf"))
+    monkeypatch.setattr(
+        Joined, "exact_squares", lambda self, samples: found.append(len(samples)) or exact(self, samples)
+    )
+    model, limit = p.model(), clip_norm(p)
+    with private(model, limit, clipping=storage) as run:
+        run.engine.backward(p.case.loss(model, *p.batch, reduction="mean"))
+        assert_sums(run.gradients(), wanted(p, limit).totals, p.tolerance)
+    assert found and set(found) == {4}
 
 
 @pytest.mark.filterwarnings("ignore:backward. no sample")

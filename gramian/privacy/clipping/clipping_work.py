@@ -12,7 +12,7 @@ from gramian.privacy.clipping.clip_factors import ClipFunction
 from gramian.privacy.clipping.clipping_plan import ClippingPlan, ClippingRow
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.privacy.metric.public_metric import PublicMetric
-from gramian.taps.gradients import ExplicitGradient, GroupedOuter, Outer, PerSampleGradient
+from gramian.taps.gradients import ExplicitGradient, GroupedOuter, Joined, Outer, PerSampleGradient
 from gramian.taps.records import PassInfo
 
 
@@ -38,6 +38,9 @@ class DoubtfulNorms:
     doubtful_B: Tensor
     measure: Callable[[Mapping[str, PerSampleGradient]], Tensor]
     """Squared norms [B] of such gradients, once they are formed."""
+    exact: Callable[[Tensor], Tensor] | None = None
+    """Exact squared norms of some samples, by their numbers, in place of forming their gradients; their sums are right as
+    they are. None: they are formed, measured and summed anew."""
 
 
 @dataclass
@@ -85,7 +88,7 @@ class ClippingWork:
     slack: float = 0.0
     squares: dict[int, Tensor] = field(default_factory=dict)
     """{number of a norm of the clip function: sum over its parameters so far of each sample's squared gradient norm: [B]}."""
-    waiting: dict[str, Outer | GroupedOuter] = field(default_factory=dict)
+    waiting: dict[str, Outer | GroupedOuter | Joined] = field(default_factory=dict)
     """{parameter: gradient} of products whose norms are computed at the end of the backward."""
     gram_group: dict[str, Outer] = field(default_factory=dict)
     """{parameter: gradient} of layers with the same input or output gradient, whose norms will be computed together."""

@@ -20,7 +20,7 @@ from gramian.privacy.clipping.clipping_plan import ClippingRow
 from gramian.privacy.clipping.clipping_work import ClippingWork, DoubtfulNorms
 from gramian.privacy.clipping.deferred_read import read_later
 from gramian.privacy.metric.metric_block import MetricBlock
-from gramian.taps.gradients import ExplicitGradient, GroupedOuter, Outer, PerSampleGradient
+from gramian.taps.gradients import ExplicitGradient, GroupedOuter, Joined, Outer, PerSampleGradient
 from gramian.taps.gradients.outer import direct_of, gram_of, gram_sides, same_tensor
 from gramian.taps.records import ParameterRecord
 
@@ -43,8 +43,8 @@ def let_wait(work: ClippingWork, record: ParameterRecord, row: ClippingRow) -> P
     return gradient
 
 
-def _is_product(gradient: PerSampleGradient) -> TypeGuard[Outer | GroupedOuter]:
-    return isinstance(gradient, GroupedOuter) or (isinstance(gradient, Outer) and gradient.tokens > 1)
+def _is_product(gradient: PerSampleGradient) -> TypeGuard[Outer | GroupedOuter | Joined]:
+    return isinstance(gradient, GroupedOuter | Joined) or (isinstance(gradient, Outer) and gradient.tokens > 1)
 
 
 def add_norms(work: ClippingWork, record: ParameterRecord, row: ClippingRow) -> PerSampleGradient:
@@ -105,10 +105,13 @@ def _gram_groups(work: ClippingWork) -> list[dict[str, Outer]]:
 
 
 def _add_product_norms(
-    work: ClippingWork, name: str, gradient: Outer | GroupedOuter, way: str, *, at_once: bool
+    work: ClippingWork, name: str, gradient: Outer | GroupedOuter | Joined, way: str, *, at_once: bool
 ) -> None:
-    """Add squared norms [B] of LᵀR by Gram matrices, with layers that share a side, or directly."""
-    if isinstance(gradient, GroupedOuter):
+    """Add squared norms [B] of LᵀR by Gram matrices, with layers that share a side, or directly, or of a sum of such uses."""
+    if isinstance(gradient, Joined):
+        squares_B, doubtful_B = gradient.squares()
+        _add_doubtful(work, {name: gradient}, squares_B, doubtful_B, exact=gradient.exact_squares)
+    elif isinstance(gradient, GroupedOuter):
         way = way if way in ("gram", "direct") else gradient.algorithm("auto")
         _add_doubtful(work, {name: gradient}, *gradient.squares_by(way))
     elif way == "gram":
@@ -203,8 +206,9 @@ def _add_doubtful(
     squares_B: Tensor,
     doubtful_B: Tensor,
     measure: Callable[[Mapping[str, PerSampleGradient]], Tensor] = _sum_of_squares,
+    exact: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    norms = DoubtfulNorms(gradients, squares_B, doubtful_B, measure)
+    norms = DoubtfulNorms(gradients, squares_B, doubtful_B, measure, exact)
     if work.norms_only:  # the tensors will not be there later
         _recompute(work, norms, bool(doubtful_B.any()))
         work.add(next(iter(gradients)), norms.squares_B)
@@ -217,6 +221,9 @@ def _recompute(work: ClippingWork, norms: DoubtfulNorms, doubtful: bool) -> None
     if not doubtful:
         return
     chosen = norms.doubtful_B.nonzero()[:, 0]
+    if norms.exact is not None:
+        norms.squares_B[chosen] = norms.exact(chosen).to(norms.squares_B)
+        return
     explicit = {name: ExplicitGradient(g.picked(chosen).per_sample()) for name, g in norms.gradients.items()}
     for name, gradient in explicit.items():
         work.recomputed[name] = (chosen, None if work.norms_only else gradient)

@@ -5,7 +5,7 @@ a sample: `Outer` (Σ_t l_t r_tᵀ: linear layers), `Summed` (Σ_t g_t: biases),
 `Indexed` (rows of an embedding), `Convolved` (convolutions), `GroupedOuter` and `GroupedSum` (stacks of matrices or vectors,
 one of which acts on each row: fused experts; a single one for the tokens of packed documents), `GroupedIndexed` (an embedding
 of such tokens), and `ExplicitGradient` (a tensor per sample, for layers without a formula).
-`join` sums several uses of one parameter sample by sample, before norms or squares are computed.
+`join` sums several uses of one parameter sample by sample (`Joined`), before norms or squares are computed.
 """
 
 from gramian.taps.gradients.convolved import Convolved
@@ -15,7 +15,7 @@ from gramian.taps.gradients.grouped_outer import GroupedOuter
 from gramian.taps.gradients.grouped_rows import GroupedRows
 from gramian.taps.gradients.grouped_sum import GroupedSum
 from gramian.taps.gradients.indexed import Indexed
-from gramian.taps.gradients.joined import join
+from gramian.taps.gradients.joined import Joined, join
 from gramian.taps.gradients.normed import Normed
 from gramian.taps.gradients.outer import Outer
 from gramian.taps.gradients.per_sample_gradient import PerSampleGradient
@@ -29,6 +29,7 @@ __all__ = [
     "GroupedRows",
     "GroupedSum",
     "Indexed",
+    "Joined",
     "Normed",
     "Outer",
     "PerSampleGradient",

@@ -5,7 +5,8 @@ concatenated along their tokens, so that no inner product has to be computed. Fo
 inner product costs 2·T²·D FLOPs per sample, and no gradient [V, D] is formed.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from typing import Self
 
@@ -81,11 +82,11 @@ class Joined(PerSampleGradient):
 
     def total(self) -> Tensor:
         """Gradient summed over samples, of the parameter's shape: the sum of the uses' totals."""
-        return torch.stack([part.total() for part in self.parts]).sum(0)
+        return _added(part.total() for part in self.parts)
 
     def token_squares(self) -> Tensor:
         """Σ over tokens of the squared gradient of a single token; every use of a token counts as a token of its own."""
-        return torch.stack([part.token_squares() for part in self.parts]).sum(0)
+        return _added(part.token_squares() for part in self.parts)
 
     def magnitude(self) -> Tensor:
         """Sum of the uses' upper bounds `magnitude()`, 0-dim: an upper bound of ‖total()‖."""
@@ -107,6 +108,10 @@ class Joined(PerSampleGradient):
         """What a row proof compares of all uses, in one list."""
         return [one for part in self.parts for one in part.fingerprinted()]
 
+    def picked(self, samples: Tensor) -> Self:
+        """The gradients of some samples, by their numbers [K], of every use."""
+        return type(self)([part.picked(samples) for part in self.parts])
+
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
         """A new `Joined` of the same uses with `function` applied to every tensor that a use stores."""
         return type(self)([part.mapped(function) for part in self.parts])
@@ -123,7 +128,7 @@ class Joined(PerSampleGradient):
     def weighted_total(self, weights_B: Tensor, dtype: torch.dtype) -> Tensor:
         """Σ_i weights_B[i] · g_i: the uses' weighted totals added in float32 (float64 if a tensor is), then cast to `dtype`."""
         wide = torch.float64 if torch.float64 in (t.dtype for t in self.tensors()) else torch.float32
-        return torch.stack([part.weighted_total(weights_B, wide) for part in self.parts]).sum(0).to(dtype)
+        return _added(part.weighted_total(weights_B, wide) for part in self.parts).to(dtype)
 
     def algorithm(self, choice: Algorithm) -> str:
         """Text that names the uses' norm algorithms and "cross" (inner products), joined by " + "; "direct" if `choice` is."""
@@ -134,17 +139,38 @@ class Joined(PerSampleGradient):
     def squared_norms(self, choice: Algorithm = "auto") -> Tensor:
         """‖g_i‖² of every sample: [B]. Squared norms of the uses plus twice their inner products.
 
-        Samples whose uses nearly cancel (below CANCELLED), and all samples with `choice` "direct", are computed from the
-        explicitly formed gradient.
+        With `choice` "direct", from the explicitly formed gradients.
         """
         if choice == "direct":
             return super().squared_norms()
-        apart_B = torch.stack([part.squared_norms(choice) for part in self.parts]).sum(0)
-        squares_B = apart_B + 2 * sum(inner(left, right) for left, right in combinations(self.parts, 2))
-        doubtful_B = squares_B < CANCELLED * apart_B
-        for sample in doubtful_B.nonzero()[:, 0].tolist():
-            squares_B[sample] = PerSampleGradient.squared_norms(self.select(sample, sample + 1))[0]
+        squares_B, doubtful_B = self.squares(choice)
+        if bool(doubtful_B.any()):
+            chosen = doubtful_B.nonzero()[:, 0]
+            squares_B[chosen] = self.exact_squares(chosen)
         return squares_B
+
+    def squares(self, choice: Algorithm = "auto") -> tuple[Tensor, Tensor]:
+        """Squared norms [B], and a mask [B], True where digits may be lost (`exact_squares`). Does not wait for the device."""
+        doubts, apart = [], []
+        for part in self.parts:
+            if isinstance(part, Outer | GroupedOuter):
+                squares_B, doubtful_B = part.squares_by(part.algorithm(choice))
+                doubts.append(doubtful_B)
+                apart.append(squares_B)
+            else:
+                apart.append(part.squared_norms(choice))
+        apart_B = torch.stack(apart).sum(0)
+        squares_B = apart_B + 2 * sum(inner(left, right) for left, right in combinations(self.parts, 2))
+        return squares_B, torch.stack([squares_B < CANCELLED * apart_B, *doubts]).any(0)
+
+    def exact_squares(self, samples: Tensor) -> Tensor:
+        """Squared norms of some samples [K], by their numbers, from their formed gradients, one at a time."""
+        return torch.cat([super(Joined, self.select(i, i + 1)).squared_norms() for i in samples.tolist()])
+
+
+def _added(tensors: Iterable[Tensor]) -> Tensor:
+    """The sum of tensors of one shape that nobody else has, into the first: of a vocabulary's table no third one is made."""
+    return functools.reduce(Tensor.add_, tensors)
 
 
 def inner(left: PerSampleGradient, right: PerSampleGradient) -> Tensor:

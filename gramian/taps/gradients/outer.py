@@ -112,13 +112,21 @@ class Outer(PerSampleGradient):
             self._squares[name] = self._squares_by(name)
         return self._squares[name]
 
-    def _squares_by(self, name: str) -> Tensor:
+    def squares_by(self, name: str) -> tuple[Tensor, Tensor]:
+        """Squared norms [B] by the algorithm of this name, and a mask [B], True where digits are lost as tokens cancel."""
         if name == "rank1":
-            return (wide_norms(self.left_BTM.flatten(1)) * wide_norms(self.right_BTN.flatten(1))).square()
+            squares_B = (wide_norms(self.left_BTM.flatten(1)) * wide_norms(self.right_BTN.flatten(1))).square()
+            return squares_B, torch.zeros_like(squares_B, dtype=torch.bool)
+        if name == "direct":
+            return direct_of(self)
+        squares_KB, doubtful_KB = gram_of([[self]])
+        return squares_KB[0], doubtful_KB[0]
+
+    def _squares_by(self, name: str) -> Tensor:
         if name == "direct":
             return direct_squares(self.left_BTM, self.right_BTN)
-        squares_B, doubtful_B = (one_1B[0] for one_1B in gram_of([[self]]))
-        if bool(doubtful_B.any()):
+        squares_B, doubtful_B = self.squares_by(name)
+        if name == "gram" and bool(doubtful_B.any()):
             chosen = doubtful_B.nonzero()[:, 0]
             squares_B[chosen] = direct_squares(self.left_BTM[chosen], self.right_BTN[chosen])
         return squares_B
