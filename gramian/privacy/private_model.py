@@ -30,7 +30,7 @@ from gramian.privacy.clipping.clip_factors import ClipFunction
 from gramian.privacy.clipping.clipping_rule import Clipping
 from gramian.privacy.clipping.gradient_sums import GradientSums
 from gramian.privacy.clipping.private_quantile import PrivateQuantile
-from gramian.privacy.clipping.refused_modules import layers_with_sites, refuse_mixing, refuse_with_tensor_parallel
+from gramian.privacy.clipping.refused_modules import layers_with_sites, refuse_compiled, refuse_mixing
 from gramian.privacy.clipping.single_sample_clipping import SingleSampleClipping
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.privacy.clipping.trained_parameters import trained_parameters
@@ -102,7 +102,7 @@ class PrivateModel:
         self.tensor_parallel = TensorParallel.of(self.root)
         """The processes that see the same samples and clip a share of them each; None: there are none."""
         if self.tensor_parallel is not None:
-            refuse_with_tensor_parallel(module, {"unit_of": units})
+            refuse_compiled(module)
         if self.parallel.size == 1 and dist.is_initialized() and dist.get_world_size() > 1:
             warnings.warn(
                 "module: is not wrapped although there are several processes, so each trains, and accounts for, a model of its "
