@@ -58,7 +58,7 @@ def main() -> None:
             for stages, depth, warps in ((3, 64, 8), (3, 128, 8), (2, 128, 8)):
                 tiles = Tiles(rows=128, columns=128, depth=depth, warps=warps, stages=stages, cost=1.0)
                 try:
-                    took = milliseconds(lambda tiles=tiles: gram_squares_kernel([left], right, tiles=tiles))
+                    took = milliseconds(lambda tiles=tiles: gram_squares_kernel([[right, left]], tiles=tiles))
                     note(f"gram {shape} stages {stages} depth {depth} warps {warps}", took, flops)
                 except Exception as error:  # does not fit
                     print("gram", shape, stages, depth, type(error).__name__)

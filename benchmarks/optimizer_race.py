@@ -70,7 +70,7 @@ GRIDS: dict[str, dict[str, list[Trial]]] = {
         "soap": [
             *(Trial("soap", lr, 0.95) for lr in (1e-3, 2e-3, 4e-3, 8e-3)),
             *(Trial("soap", 4e-3, beta) for beta in (0.9, 0.98)),
-            *(Trial("soap", 4e-3, 0.95, warmup=warmup) for warmup in (20, 80, 160)),
+            *(Trial("soap", 4e-3, 0.95, warmup=warmup) for warmup in (20, 80, 160, 320)),
         ],
         "shampoo": [
             *(Trial("shampoo", lr, 0.9) for lr in (1e-4, 3e-4, 1e-3, 3e-3)),
@@ -83,6 +83,8 @@ GRIDS: dict[str, dict[str, list[Trial]]] = {
             *(Trial("sgd", lr, 0.99) for lr in (0.01, 0.03)),
             *(Trial("sgd", 0.03, 0.98, warmup=warmup) for warmup in (20, 160)),
             Trial("sgd", 0.01, 0.98),
+            Trial("sgd", 0.003, 0.99),
+            Trial("sgd", 0.01, 0.995),
         ],
     },
     "bpe": {
@@ -93,6 +95,7 @@ GRIDS: dict[str, dict[str, list[Trial]]] = {
             *(Trial("adamw", 2.8e-3, beta, warmup=1000) for beta in (0.95, 0.999, 0.9995)),
             *(Trial("adamw", lr, 0.999, warmup=1000) for lr in (2e-3, 4e-3)),
             Trial("adamw", 2.8e-3, 0.999, warmup=730),
+            Trial("adamw", 2.8e-3, 0.9998, warmup=1000),
         ],
         "muon": [
             *(Trial("muon", lr, 0.8, 4e-3) for lr in (4e-3, 5.6e-3, 8e-3, 1.1e-2)),
@@ -102,6 +105,7 @@ GRIDS: dict[str, dict[str, list[Trial]]] = {
             Trial("muon", 5.6e-3, 0.8, 4e-3, warmup=160),
             Trial("muon", 5.6e-3, 0.8, 1.6e-2),
             Trial("muon", 5.6e-3, 0.8, 8e-3, warmup=160),
+            Trial("muon", 5.6e-3, 0.8, 3.2e-2),
         ],
         "soap-1024": [
             *(Trial("soap-1024", 4e-3, beta, warmup=160) for beta in (0.9, 0.95, 0.98)),
@@ -113,6 +117,11 @@ GRIDS: dict[str, dict[str, list[Trial]]] = {
         "shampoo": [
             *(Trial("shampoo", lr, beta) for beta in (0.9, 0.95) for lr in (1e-4, 3e-4, 1e-3)),
             *(Trial("shampoo", lr, 0.9, warmup=500) for lr in (3e-4, 1e-3, 3e-3)),
+        ],
+        "sgd": [
+            *(Trial("sgd", lr, beta) for beta in (0.98, 0.99) for lr in (0.01, 0.03, 0.1)),
+            Trial("sgd", 0.3, 0.98),
+            Trial("sgd", 0.03, 0.995),
         ],
     },
 }
@@ -130,15 +139,17 @@ IMAGES: dict[str, list[Trial]] = {
         *(Trial("muon", lr, b, rest) for b in (0.9, 0.95) for lr in (4e-3, 8e-3, 1.6e-2) for rest in (1e-3, 4e-3)),
         *(Trial("muon", lr, 0.9, 8e-3) for lr in (1.6e-2, 3.2e-2)),
         *(Trial("muon", 2e-3, 0.95, rest) for rest in (4e-3, 8e-3)),
+        Trial("muon", 3.2e-2, 0.9, 4e-3),
     ],
     "soap": [
         *(Trial("soap", lr, beta) for beta in (0.95, 0.99) for lr in (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)),
         Trial("soap", 8e-3, 0.9),
     ],
-    "shampoo": [Trial("shampoo", lr, beta) for beta in (0.9, 0.95) for lr in (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)],
+    "shampoo": [Trial("shampoo", lr, beta) for beta in (0.9, 0.95) for lr in (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)],
     "sgd": [
         *(Trial("sgd", lr, beta) for beta in (0.9, 0.98) for lr in (0.01, 0.03, 0.1, 0.3, 1.0)),
         Trial("sgd", 0.3, 0.99),
+        *(Trial("sgd", lr, 0.8) for lr in (0.03, 0.1)),
     ],
 }
 GRIDS |= {"autoencoder": IMAGES, "cnn": IMAGES}
@@ -189,7 +200,8 @@ def stepping(problem: Problem, model: nn.Module, trial: Trial) -> Stepping:
             groups(rest),
             lr=trial.lr,
             betas=(trial.beta, 0.99),
-            preconditioning_compute_steps=50 if problem.name == "bpe" else 10,  # its roots take a minute of the run
+            preconditioning_compute_steps=50 if problem.name == "bpe" else 10,
+            block_size=2048 if problem.name == "bpe" else 512,  # its roots are found one by one
             graft_type=LayerWiseGrafting.RMSPROP,
             moving_average_for_momentum=True,
             decoupled_weight_decay=True,

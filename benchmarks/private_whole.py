@@ -178,6 +178,7 @@ def main() -> None:
                 rows[f"{name} {length}{' compiled' if compiled else ''}"] = found
                 if arguments.forced and not compiled and name != "lora":
                     found["forced_over_plan"] = forced(base, x, private, arguments.rounds)
+                    _let_go()  # what a choice without room left behind
                 if arguments.profile:
                     found["private"] = profiled(private, engine)
                     if name != "lora":  # whose plain step is of the model that is private now

@@ -20,7 +20,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a matrix of tests, a part in which every value of every axis occurs; all of it with GRAMIAN_FULL=1.
 
-    Tests marked gpu are skipped where there is none.
+    Tests marked gpu are skipped where there is none. In the short run tests of a file share a worker of xdist, and with it what
+    the file builds once, unless they name another group.
     """
     if not torch.cuda.is_available():
         for item in items:
@@ -40,6 +41,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in gone]
     for matrix in matrices.values():
         proofs.choose([item for item in matrix if item not in gone])
+    for item in () if FULL else items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 @pytest.hookimpl(wrapper=True)

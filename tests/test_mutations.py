@@ -329,8 +329,8 @@ MUTATIONS = (
             Edit("observer:open_use", "if in_backward():", "if False:"),
             Edit(
                 "PassBook._deliver",
-                "parts = pass_.arrived.pop(name)",
-                "parts = pass_.arrived.pop(name); parts = parts * (pass_.uses[name] // len(parts))",
+                "pass_.delivered.add(name)",
+                "pass_.delivered.add(name); parts = parts * (pass_.uses[name] // len(parts))",
             ),
         ),
         functools.partial(test_norms.test_checkpointed_blocks_count_once, "gpt", False),
@@ -530,8 +530,12 @@ MUTATIONS = (
     Mutation(
         "the proof asks for no linear backward",
         (
-            Edit("ProofRuns.untapped", "SCALE * g", "g"),
-            Edit("RowComparison.compare_sums", "factors=(SCALE,)", "factors=(1.0,)"),
+            Edit("ProofRuns.untapped", "self._scaled(outputs, SCALE)", "self._scaled(outputs, 1.0)"),
+            Edit(
+                "RowComparison.compare_sums",
+                "floor=base.rounding, factors=(SCALE,)",
+                "floor=base.rounding, factors=(1.0,)",
+            ),
         ),
         test_row_proof.test_a_backward_that_is_not_linear_has_no_share_of_a_mean_and_is_refused,
     ),

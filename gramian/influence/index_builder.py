@@ -171,7 +171,8 @@ def refuse_training_mode(model: nn.Module) -> None:
 
 @contextmanager
 def counted_parameters(model: nn.Module, patterns: tuple[str, ...]) -> Iterator[None]:
-    """Context manager: only parameters whose name matches one of `patterns` require gradients; restored afterwards."""
+    """Context manager: only parameters whose name matches one of `patterns` require gradients; restored, as `p.grad` is."""
+    gradients = {p: p.grad for p in model.parameters()}
     before = {name: p for name, p in named_parameters(model) if p.requires_grad}
     kept = [name for name in before if any(fnmatchcase(name, pattern) for pattern in patterns)]
     if not kept:
@@ -185,6 +186,8 @@ def counted_parameters(model: nn.Module, patterns: tuple[str, ...]) -> Iterator[
     finally:
         for p in before.values():
             p.requires_grad_(True)
+        for p, gradient in gradients.items():
+            p.grad = gradient
 
 
 def _factors(

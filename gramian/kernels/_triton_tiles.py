@@ -6,6 +6,25 @@ import triton.language as tl
 
 
 @triton.jit
+def tensor_at(
+    table, place, samples, tokens, width, stride_b, stride_t,
+    DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DESCRIPTOR: tl.constexpr,
+):  # fmt: skip
+    """What `load_tile` reads: the tensor [samples, tokens, width] whose address is in `table`.
+
+    DESCRIPTOR: a TMA descriptor of it for tiles [TOKENS, COLUMNS], else its pointer.
+    """
+    pointer = tl.load(table + place).to(tl.pointer_type(DTYPE))
+    if DESCRIPTOR:
+        found = tl.make_tensor_descriptor(
+            pointer, [samples, tokens, width], [stride_b, stride_t, 1], [1, TOKENS, COLUMNS]
+        )
+    else:
+        found = tl.multiple_of(pointer, ALIGNMENT)
+    return found
+
+
+@triton.jit
 def load_tile(
     x, sample, token, column, stride_b, stride_t, stride_n, tokens, width,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DESCRIPTOR: tl.constexpr,

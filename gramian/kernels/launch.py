@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,8 @@ def processors(tensor: Tensor) -> int:
 
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Context manager that makes the device of `tensor` the current one, so that a Triton kernel is launched there."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    here = not tensor.is_cuda or tensor.device.index == torch.cuda.current_device()
+    return contextlib.nullcontext() if here else torch.cuda.device(tensor.device)
 
 
 def cheapest(choices: Iterable[tuple[Tiles, int]], tensor: Tensor) -> Tiles:
@@ -112,17 +113,63 @@ def _descriptor_strides(x_BTN: Tensor) -> list[int]:
     return [x_BTN.stride(0) if samples > 1 else tokens * per_token, per_token, 1]
 
 
-def operand(x_BTN: Tensor, descriptor: bool, tokens: int, columns: int) -> Any:
-    """The kernel argument for reading tiles [tokens, columns] of x [B, T, N]: a TMA descriptor if `descriptor`, else x itself.
+def layout(*tensors: Tensor) -> tuple[Any, ...]:
+    """What tensors of one launch have in common: dtype, shape, strides and device of each."""
+    return tuple((tensor.dtype, tensor.shape, tensor.stride(), tensor.device) for tensor in tensors)
 
-    If bulk copies (TMA) cannot read the layout of x, the descriptor is that of an aligned copy: loading two bytes at a time
-    would take several times as long as the copy.
+
+def strides(x_BTN: Tensor, descriptor: bool) -> Sequence[int]:
+    """The kernel arguments for the strides of x [B, T, N], read by a TMA descriptor if `descriptor`."""
+    return _descriptor_strides(x_BTN) if descriptor else x_BTN.stride()
+
+
+def table(rows: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Addresses of tensors as one tensor on their device, a row for each layer of a launch, without waiting for the device."""
+    addresses = torch.tensor([[tensor.data_ptr() for tensor in row] for row in rows], dtype=torch.int64)
+    return addresses.to(rows[0][0].device, non_blocking=True)
+
+
+def alignment(rows: Sequence[Sequence[Tensor]]) -> int:
+    """Number of bytes, 16 or those of an element, that divides all addresses."""
+    return 16 if all(tensor.data_ptr() % 16 == 0 for row in rows for tensor in row) else rows[0][0].element_size()
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """The dtype of `triton.language` with the name of a torch dtype."""
+    import triton.language
+
+    return getattr(triton.language, str(dtype).removeprefix("torch."))
+
+
+def scratch_for_descriptors() -> None:
+    """Let kernels that build TMA descriptors have memory for them from torch, as any of its tensors."""
+    import triton
+
+    triton.set_allocator(_scratch)
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(
+        size, dtype=torch.int8, device="cuda"
+    )  # of the current device and stream, on which kernels begin
+
+
+def fitted(x_BTN: Tensor, descriptor: bool) -> Tensor:
+    """x [B, T, N], or an aligned copy if it is to be read by bulk copies (TMA), and its layout does not allow that.
+
+    Loading two bytes at a time would take several times as long as the copy.
     """
+    if not descriptor or fits_descriptor(x_BTN):
+        return x_BTN
+    samples, length, width = x_BTN.shape
+    return x_BTN.new_empty((samples, length, -(-width // 16) * 16))[..., :width].copy_(x_BTN)
+
+
+def operand(x_BTN: Tensor, descriptor: bool, tokens: int, columns: int) -> Any:
+    """The argument of a kernel that reads tiles [tokens, columns] of x [B, T, N]: a TMA descriptor if `descriptor`, else x."""
     if not descriptor:
         return x_BTN
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    if not fits_descriptor(x_BTN):
-        samples, length, width = x_BTN.shape
-        x_BTN = x_BTN.new_empty((samples, length, -(-width // 16) * 16))[..., :width].copy_(x_BTN)
+    x_BTN = fitted(x_BTN, descriptor)
     return TensorDescriptor(x_BTN, list(x_BTN.shape), _descriptor_strides(x_BTN), [1, tokens, columns])

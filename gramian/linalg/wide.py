@@ -1,7 +1,7 @@
 """Products and sums that accumulate in the wide dtype: float64 for float64 operands, float32 for everything narrower."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -48,10 +48,22 @@ def exact_float32() -> AbstractContextManager[None]:
     return _float32_products("highest")
 
 
+def exact_products(device: str) -> AbstractContextManager[object]:
+    """A context in which products are in the operands' own dtypes, float32 in full, also inside of the user's autocast.
+
+    `device`: type of the device, "cuda". Where nothing has to be changed, nothing is: every call of a layer enters one.
+    """
+    if torch.is_autocast_enabled(device) or torch.get_float32_matmul_precision() != "highest":
+        return _exact_products(device)
+    return _NOTHING
+
+
+_NOTHING = nullcontext()
+
+
 @contextmanager
-def exact_products(device: torch.device) -> Iterator[None]:
-    """A context in which products are in the operands' own dtypes, float32 in full, also inside of the user's autocast."""
-    with torch.autocast(device.type, enabled=False), exact_float32():
+def _exact_products(device: str) -> Iterator[None]:
+    with torch.autocast(device, enabled=False), exact_float32():
         yield
 
 

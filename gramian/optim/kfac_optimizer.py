@@ -5,10 +5,11 @@ what each part contributes, and where it stands beside AdamW and Muon.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import compress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
@@ -20,8 +21,11 @@ from gramian.curvature.blocks.output_head import compiled_head, known_head, warn
 from gramian.curvature.estimate.kfac_capture import IdleCapture, KFACCapture
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.persist import curvature_record
+from gramian.curvature.persist.factor_bytes import most_bytes, to_bytes
 from gramian.linalg.factors.factor import fetch_bounds
 from gramian.optim.matrix_step import MatrixStep, gradient_part, local_part
+from gramian.optim.optimizer_options import check_options, listed
+from gramian.optim.optimizer_state import FACTORS, asks_for_names, holder, make_state, split_factors
 from gramian.optim.recorded_steps import RecordedSteps
 from gramian.optim.whitened_steps import WhitenedSteps, lambdas
 from gramian.taps.model.user_names import is_compiled, unwrap
@@ -109,11 +113,13 @@ class KFAC(Optimizer):
         self._steps, self._recorded = WhitenedSteps(damping), RecordedSteps()
         self._chosen_for: tuple[str | None, set[str]] | None = None
         """(output layer, names of the parameters that may take whitened steps) for which layers were chosen."""
+        self._only_names = False
+        """True while the state has names without numbers, for `torch.distributed.checkpoint`."""
         self._head_sought = False
         """True once it was looked whether a compiled model hides its output layer."""
         if not any(p.requires_grad for p in model.parameters()):
             raise GramianError("model: has no trained parameter; expected at least one with requires_grad=True")
-        given = [p for p in model.parameters() if p.requires_grad] if params is None else _listed(params)
+        given = [p for p in model.parameters() if p.requires_grad] if params is None else listed(params)
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -139,11 +145,26 @@ class KFAC(Optimizer):
                 raise GramianError(
                     f"params: one of shape {list(p.shape)} is not a parameter of the model; expected the model's own"
                 )
-        _check_options(group)
-        group["params"] = [p for p in group["params"] if p.requires_grad]
+        check_options(group)
+        trained = [p.requires_grad for p in group["params"]]
+        for key in {"params", "param_names"} & group.keys():
+            group[key] = list(compress(group[key], trained))
         group["fused"] = all(p.is_cuda for p in group["params"])
         self.param_groups.append(group)
         self._chosen_for = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle has: the model too, whose copy it steps. Operators and recorded steps are made anew."""
+        own = ("_model", "kfac", "_chosen_for", "_head_sought", "_only_names")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "damping": self._steps.damping}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a copy's fields; `load_state_dict` gives "state" and "param_groups" alone."""
+        damping = state.pop("damping", None)
+        super().__setstate__(state)
+        if damping is not None:
+            self._steps, self._recorded = WhitenedSteps(damping), RecordedSteps()
+            self._names = {id(p): name for name, p in unique_parameters(unwrap(self._model))}
 
     def capture(self, **arguments: Any) -> KFACCapture | IdleCapture:
         """The context around forward and backward of a step: `KFACNaturalGradient.capture` of the model, with its arguments.
@@ -166,12 +187,18 @@ class KFAC(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if not self.kfac.refreshes and not self.kfac.dropped:
+            if asks_for_names(self):
+                self._make_names()
+                return loss
             raise GramianError("step: no capture has run yet; expected the backward inside optimizer.capture(...)")
         if not self.kfac.refreshes:
             curvature_record.log_no_step(self.kfac.dropped[-1]["reason"])
             return loss
         self._refuse_other_parameters()
         self._choose_layers()
+        if self._only_names:
+            self.state.clear()
+            self._only_names = False
         blocks = {block.spec.parameters[0]: block for block in self.kfac.kfac_factors.values() if block.A is not None}
         trained = {self._names[id(p)]: (p, group) for group in self.param_groups for p in group["params"]}
         whitened = {n: block for n, block in blocks.items() if owner(n) in trained and trained[owner(n)][1]["kfac"]}
@@ -181,6 +208,7 @@ class KFAC(Optimizer):
             self._step_adamw(group, [p for p in live if self._names[id(p)] not in owners])
         self._steps.update(whitened, {name: _part(trained[owner(name)][0], name) for name in whitened})
         self._step_matrices(trained)
+        self._mark_holder()
         return loss
 
     def record(self) -> dict[str, Any]:
@@ -203,22 +231,51 @@ class KFAC(Optimizer):
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state with the factors under "kfac". Collective if factors are sharded over processes."""
-        return {**super().state_dict(), "kfac": self.kfac.state_dict()}
+        """The optimizer's state, with the factors as bytes in that of its first parameter, under "kfac".
+
+        Collective if factors are sharded over processes. Their bytes are a copy, on the parameter's device.
+        """
+        found = super().state_dict()
+        states = {key: {n: v for n, v in state.items() if n != FACTORS} for key, state in found["state"].items()}
+        most = most_bytes(self.kfac.state.specs_without_assumptions(unwrap(self._model)), self.kfac.options)
+        place, parameters = holder(self), [p for group in self.param_groups for p in group["params"]]
+        packed = to_bytes(self.kfac.state_dict(), most).to(parameters[place].device)
+        states[place] = {**states.get(place, {}), FACTORS: packed}
+        return {**found, "state": states}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned; a GramianError, and nothing changed, if the factors do not fit the model."""
-        for key in ("kfac", "state", "param_groups"):
+        for key in ("state", "param_groups"):
             if key not in state_dict:
                 raise GramianError(f'state_dict: has no "{key}"; expected the state of a gramian.optim.KFAC')
         saved = [len(group["params"]) for group in state_dict["param_groups"]]
         here = [len(group["params"]) for group in self.param_groups]
         if saved != here:
             raise GramianError(f"state_dict: has groups of {saved} parameters; expected {here}, as the optimizer has")
-        self.kfac.load_state_dict(state_dict["kfac"], self._model)
+        names = [self._names[id(p)] for group in self.param_groups for p in group["params"]]
+        factors, states = split_factors(state_dict, names, holder(self))
+        self.kfac.load_state_dict(factors, self._model)
         groups = zip(state_dict["param_groups"], self.param_groups, strict=True)
         given = [{**old, "fused": new["fused"]} for old, new in groups]  # as this device, not the saved one, has it
-        super().load_state_dict({"state": state_dict["state"], "param_groups": given})
+        super().load_state_dict({"state": states, "param_groups": given})
+        self._only_names = False
+
+    def _make_names(self) -> None:
+        """Create the state that parameters will have, of zeros; that of both kinds where the output layer is not known."""
+        self._choose_layers(traced=True)
+        assert self._chosen_for is not None and self.kfac.state.only is not None
+        for group in self.param_groups:
+            for p in group["params"]:
+                whitened = self._names[id(p)] in self.kfac.state.only
+                make_state(self.state[p], p, whitened, group["fused"])
+                if whitened and self._chosen_for[0] is None:
+                    make_state(self.state[p], p, False, group["fused"])
+        self._mark_holder()
+        self._only_names = True
+
+    def _mark_holder(self) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.state[parameters[holder(self)]].setdefault(FACTORS, 0)
 
     def _refuse_other_parameters(self) -> None:
         """Raise if nothing has a gradient because the model has other parameters now than when the optimizer was created."""
@@ -232,19 +289,24 @@ class KFAC(Optimizer):
 
     # ---- whose step is which -----------------------------------------------------------------------------------------
 
-    def _choose_layers(self) -> None:
-        """Restrict the curvature to weight matrices that take whitened steps: no embeddings, and not the output layer."""
+    def _choose_layers(self, traced: bool = False) -> None:
+        """Restrict the curvature to weight matrices that take whitened steps: no embeddings, and not the output layer.
+
+        `traced`: look for the output layer in a forward without numbers, as for a compiled model.
+        """
         state, root = self.kfac.state, unwrap(self._model)
         trained = [p for group in self.param_groups if group["kfac"] for p in group["params"] if p.requires_grad]
         wanted = {self._names[id(p)] for p in trained}
         head = self.kfac.head or (None if self._chosen_for is None else self._chosen_for[0])
-        if self._chosen_for == (head, wanted):  # the model is not walked at every step
+        if self._chosen_for == (head, wanted) and not (
+            traced and head is None
+        ):  # the model is not walked at every step
             if head is None and self.kfac.refreshes and not self._head_sought:
                 self._head_sought = True
                 if any(is_compiled(module) for module in self._model.modules()):
                     warn_unknown_head([layer for s in state.specs.values() for layer in s.layers], root)
             return
-        head = head or known_head(root, None) or compiled_head(self._model)
+        head = head or known_head(root, None) or compiled_head(self._model, always=traced)
         self._chosen_for = (head, wanted)
         found = find_blocks(root, self.kfac.options, state.observed)
         specs = {n: s for n, s in found.items() if s.owners[0] in wanted}
@@ -269,7 +331,7 @@ class KFAC(Optimizer):
                 for place in places:
                     p = owned[place][0]
                     if "momentum_buffer" not in self.state[p]:
-                        self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                        make_state(self.state[p], p, whitened=True, fused=group["fused"])
                 names = [matrices.names[place] for place in places]
                 weights = [_part(trained[owner(name)][0], name) for name in names]
                 momenta = [view(self.state[trained[owner(name)][0]]["momentum_buffer"], name) for name in names]
@@ -287,9 +349,7 @@ class KFAC(Optimizer):
                 continue
             for p in some:
                 if "step" not in self.state[p]:
-                    where = p.device if group["fused"] else "cpu"
-                    self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=where)
-                    self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                    make_state(self.state[p], p, whitened=False, fused=group["fused"])
             states = [self.state[p] for p in some]
             adamw(
                 [local_part(p) for p in some],
@@ -317,34 +377,6 @@ def _part(p: nn.Parameter, name: str) -> nn.Parameter:
     part = nn.Parameter(view(p.detach(), name), requires_grad=False)
     part.grad = None if p.grad is None else view(p.grad, name)
     return part
-
-
-def _listed(params: Any) -> list[Any]:
-    """The argument `params` as a list of parameters or of groups; a GramianError for anything else."""
-    found = list(params) if isinstance(params, Iterable) and not isinstance(params, Tensor | dict | str) else []
-    groups = all(isinstance(one, dict) and "params" in one for one in found)
-    if not found or not (groups or all(isinstance(one, Tensor) for one in found)):
-        raise GramianError(
-            'params: expected parameters of the model, or dicts with the key "params", at least one; '
-            f"got {type(params).__name__}"
-        )
-    return found
-
-
-def _check_options(group: Mapping[str, Any]) -> None:
-    """Raise a GramianError for the first option of a parameter group that is not allowed."""
-    for key in ("lr", "weight_decay", "eps"):
-        value = group[key]
-        check_number(key, value.item() if isinstance(value, Tensor) and value.numel() == 1 else value, "not negative")
-    betas = group["betas"]
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise GramianError(f"betas: expected two numbers, got {betas!r}")
-    for key, value in (("momentum", group["momentum"]), ("betas", betas[0]), ("betas", betas[1])):
-        check_number(key, value, "not negative")
-        if value >= 1:
-            raise GramianError(f"{key}: expected a number below 1, got {value!r}")
-    if not isinstance(group["kfac"], bool):
-        raise GramianError(f"kfac: expected True or False, got {group['kfac']!r}")
 
 
 def _storage(model: nn.Module) -> str:

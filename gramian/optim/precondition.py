@@ -36,7 +36,8 @@ def precondition(
     all of them are scaled by min(1, √(kl_clip / KL)). KL = ½ Σ lr₀² ∇ᵀ(F+damping)⁻¹∇ estimates, in the metric of F, how far a
     plain SGD step moves the model's predictions at the learning rate lr₀ that a schedule starts from (`initial_lr` of a
     scheduler, else the optimizer's when it was preconditioned): the trust region follows the schedule as (lr/lr₀)². As long as
-    there is no curvature because the first capture was dropped, gradients are set to None.
+    there is no curvature because the first capture was dropped, gradients are set to None. Copies and pickles of the optimizer
+    have no hook, as torch has it: precondition them again.
 
     ```python
     optimizer = gramian.precondition(torch.optim.SGD(model.parameters(), lr=0.1), model, kfac)

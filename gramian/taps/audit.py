@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
-from gramian.linalg.wide import TENSOR_FLOAT_32, exact_float32, wide
+from gramian.linalg.wide import TENSOR_FLOAT_32, exact_products, wide
 from gramian.parallel.tensor_parallel import TensorParallel, full_tensor
 from gramian.taps.gradients import PerSampleGradient
 from gramian.taps.gradients.directions import Directions
@@ -228,7 +228,7 @@ class Audit:
         gradient = gradient.detach()
         if name in self._known:
             if not gradient.is_sparse:
-                with torch.autocast(gradient.device.type, enabled=False), exact_float32():
+                with exact_products(gradient.device.type):
                     self._projections.arrive(name, gradient)
             return
         self._arrived[name] = self._arrived[name] + gradient if name in self._arrived else gradient.clone()

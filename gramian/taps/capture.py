@@ -87,6 +87,7 @@ class Capture:
         self._hub: Hub = hub_of(model)
         self._model: nn.Module | None = model  # the hub holds it weakly
         self.statistics = list(statistics)
+        self.reads_calls = any(statistic.needs == "layer" for statistic in self.statistics)
         self._loss_reduction, self._loss_scale = loss_reduction, loss_scale
         self.batch_size, self.sample_ids, self._token_weights = batch_size, sample_ids, token_weights
         self.proof, self._forwards = proof, 0

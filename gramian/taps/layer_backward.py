@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from gramian.core.errors import GramianError
-from gramian.linalg.wide import exact_float32
+from gramian.linalg.wide import exact_products
 from gramian.parallel.tensor_parallel import full_tensor
+from gramian.taps.gradients import PerSampleGradient
 from gramian.taps.passes import SECOND_BACKWARD, Explained, Pass
 from gramian.taps.products.banks import MatrixSides
 from gramian.taps.records import LayerRecord
@@ -120,41 +120,50 @@ def _receive(
                 batch = mine.stop - mine.start
     if model.gathered is not None:
         saved = model.gathered.copied(saved)  # listeners may store them until the backward is over
-    with torch.autocast(device, enabled=False), exact_float32():  # whatever the user's backward runs in
+    with exact_products(device):  # whatever the user's backward runs in
         model.live = False  # the generic site runs the layer again: untapped
         try:
             with tap.named_errors():
                 by_local = site.gradients(module, saved, output_gradients, batch, extra)
         finally:
             model.live = True
-        named = {tap.parameters[local]: gradient for local, gradient in by_local.items()}
-        gradients = {name: gradient for name, gradient in named.items() if needed is None or name in needed}
-        for name, gradient in gradients.items():
-            if name not in model.parameters:
-                raise GramianError(
-                    f"{name}: began to train inside a capture; expected requires_grad to be set before it is entered"
-                )
-            if gradient.shape != model.parameters[name].shape:
-                raise GramianError(
-                    f"{name}: its site explains a gradient of shape {list(gradient.shape)}; "
-                    f"expected {list(model.parameters[name].shape)}"
-                )
+        gradients: dict[str, PerSampleGradient] = {}
+        for local, gradient in by_local.items():
+            name = tap.parameters[local]
+            if needed is None or name in needed:
+                _require_known(model, name, gradient)
+                gradients[name] = gradient
+        readers = [(listener, info) for listener, info in audience if listener.reads_calls]
+        if readers:
 
-        @cache
-        def sides() -> Mapping[str, MatrixSides]:
-            model.live = False  # as above
-            try:
-                with tap.named_errors():
-                    return site.matrix_sides(module, saved, output_gradients, batch, extra)
-            finally:
-                model.live = True
+            @cache
+            def sides() -> Mapping[str, MatrixSides]:
+                model.live = False  # as above
+                try:
+                    with tap.named_errors():
+                        return site.matrix_sides(module, saved, output_gradients, batch, extra)
+                finally:
+                    model.live = True
 
-        for listener, info in audience:
-            record = LayerRecord(
-                tap.name, site.kind, ordinal, saved, output_gradients, gradients, info, sides, borrowed
-            )
-            listener.layer(record)
+            for listener, info in readers:
+                record = LayerRecord(
+                    tap.name, site.kind, ordinal, saved, output_gradients, gradients, info, sides, borrowed
+                )
+                listener.layer(record)
         if model.rule.withholds and not (site.compiles or site.inline):
             for name, gradient in gradients.items():
                 pass_.explained[name] = Explained.of(gradient, pass_.explained.get(name))
         model.passes.arrive(pass_, site.kind, gradients, borrowed)
+
+
+def _require_known(model: TappedModel, name: str, gradient: PerSampleGradient) -> None:
+    """Raise GramianError for the gradient of a parameter that is not known, or has another shape."""
+    if name not in model.parameters:
+        raise GramianError(
+            f"{name}: began to train inside a capture; expected requires_grad to be set before it is entered"
+        )
+    shape = model.parameters[name].shape
+    if gradient.shape != shape:
+        raise GramianError(
+            f"{name}: its site explains a gradient of shape {list(gradient.shape)}; expected {list(shape)}"
+        )

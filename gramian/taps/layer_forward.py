@@ -1,7 +1,6 @@
 """One call of a tapped layer: its own forward, on detached weights if a rule withholds weight gradients, then the observer."""
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ from gramian.taps.sites.batch_layout import CallLayouts
 from gramian.taps.sites.generic import Generic
 from gramian.taps.sites.products.inline_products import InlineProducts
 from gramian.taps.sites.products.weight_views import UnknownUse
+from gramian.taps.sites.site import Site
 from gramian.taps.tap import Tap
 from gramian.taps.tapped_model import TappedModel, rows_of_call
 
@@ -37,20 +37,22 @@ def run_layer(
     Raises:
         GramianError: if the layer cannot be tapped in this call; in a proof's run it may be raised when the run is over.
     """
-    grown = False
-    if not torch.compiler.is_compiling() and (model.batch_free or in_backward()):
-        assert tap.site is not None
+    compiling, grown = torch.compiler.is_compiling(), False
+    again = not compiling and in_backward()
+    assert tap.site is not None
+    if not compiling and (again or model.batch_free):
         with tap.named_errors():
             args, kwargs, grown = unwrapped(args, kwargs, any_axes=tap.site.kind in ("linear", "norm"))
-    assert tap.site is not None
     _choose_site(model, tap, grown)
-    if isinstance(tap.site, InlineProducts):
-        return _run_inline(model, tap, tap.site, module, plain, args, kwargs)
-    trains = any(user_names.parameter(module, local).requires_grad for local in tap.parameters)
-    plain = tap.site.own_forward(module, plain)
-    if model.rule.withholds:
-        plain = DetachedForward(plain, module, tap.parameters, _leaves(model, tap), tap.site.whole)
-    if torch.compiler.is_compiling():
+    site = tap.site
+    if isinstance(site, InlineProducts):
+        return _run_inline(model, tap, site, module, plain, args, kwargs)
+    trained = {k: name for k, name in tap.parameters.items() if user_names.parameter(module, k).requires_grad}
+    plain, withholds = site.own_forward(module, plain), model.rule.withholds
+    if withholds:
+        leaves = None if compiling or site.compiles else _leaves(model)
+        plain = DetachedForward(plain, module, trained, leaves, site.whole)
+    if compiling:
         output, saved, extra = _run_site(model, tap, module, plain, args, kwargs)
     else:
         try:
@@ -59,48 +61,47 @@ def run_layer(
         except GramianError as error:
             model.raise_after_run(tap, error)
             return plain(*args, **kwargs)
-    if not trains:
+    if not trained:
         return with_rows(output) if grown else output
     free, layouts = False, None
-    if isinstance(output, Tensor) and not torch.compiler.is_compiling():
-        layouts = None if grown else model.layouts_of(tap)
-        free = not grown and layouts is None and model.is_batch_free(tap, output)
+    if isinstance(output, Tensor) and not compiling:
+        layouts = model.layouts_of(tap) if not grown and (again or model.layouts) else None
+        free = not grown and layouts is None and (again or bool(model.batch_free)) and model.is_batch_free(tap, output)
         if model.proof_run is not None:
             model.proof_run.first_axes.setdefault(tap.name, []).append(output.shape[0] if output.dim() else 0)
     if free:
-        assert tap.site is not None
-        batch = model.passes.batch_of_second_run(tap.name) if in_backward() else model.batch
+        batch = model.passes.batch_of_second_run(tap.name) if again else model.batch
         if model.proof_run is not None and batch != 1:
             model.proof_run.expanded.add(tap.name)
         output = output.expand(batch, *output.shape)
-        saved, extra = tap.site.copied(saved, extra, batch)
+        saved, extra = site.copied(saved, extra, batch)
     if isinstance(output, Tensor):
         rows = output.shape[0] if output.dim() and not free and layouts is None else 0
         if rows == 1:
             output = _expanded(model, tap, output)
-        if not (output.requires_grad or model.rule.withholds):
+        if not (output.requires_grad or withholds):
             return output
     _refuse_tensor_parallel(model, tap, module, [*saved, *([output] if isinstance(output, Tensor) else [])])
-    if not torch.compiler.is_compiling():
+    if not compiling:
         model.watch(tap)
-        if model.rule.withholds and not in_backward() and model.proof_run is None:
-            seen = None
-            with suppress(GramianError):  # layouts that do not fit this call, which is then proven and run again
-                seen = _arranged(tap, saved, output, layouts, model.batch)
-            if seen is not None:
-                model.rule.foresee(tap, *seen)
+        if withholds and not again and model.proof_run is None:
+            _foresee(model, tap, site, saved, output, layouts)
     seen = observe(model, tap, output, saved, extra)
     return with_rows(seen) if free or grown else seen
 
 
-def _arranged(tap: Tap, saved: list[Tensor], output: Any, layouts: CallLayouts | None, batch: int) -> Any:
-    """Saved tensors and output as a clipping plan reads them: with samples on axis 0; where they are not, without data."""
-    assert tap.site is not None
-    if layouts is None or not tap.site.compiles:
-        return saved, output
-    empty = [torch.empty_like(t, device="meta") for t in (*saved, output)]
-    saved, found, _ = tap.site.arranged(empty[:-1], empty[-1:], layouts, batch, None)
-    return saved, found[0]
+def _foresee(
+    model: TappedModel, tap: Tap, site: Site, saved: list[Tensor], output: Any, layouts: CallLayouts | None
+) -> None:
+    """Report what a call saves and returns as a clipping plan reads it: samples on axis 0; where they are not, without data."""
+    if layouts is not None and site.compiles:
+        empty = [torch.empty_like(t, device="meta") for t in (*saved, output)]
+        try:
+            saved, found, _ = site.arranged(empty[:-1], empty[-1:], layouts, model.batch, None)
+        except GramianError:
+            return  # layouts that do not fit this call, which is then proven and run again
+        output = found[0]
+    model.rule.foresee(tap, saved, output)
 
 
 def _choose_site(model: TappedModel, tap: Tap, grown: bool = False) -> None:
@@ -122,7 +123,7 @@ def _run_inline(
 
     A layer that uses weights otherwise starts anew, from the same random numbers, with the site's fallback from now on.
     """
-    trained = [name for k, name in tap.parameters.items() if user_names.parameter(module, k).requires_grad]
+    trained = {k: name for k, name in tap.parameters.items() if user_names.parameter(module, k).requires_grad}
     if not trained:
         return plain(*args, **kwargs)
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -130,7 +131,7 @@ def _run_inline(
     batch = model.passes.batch_of_second_run(tap.name) if in_backward() else model.batch
     layouts = model.layouts_of(tap)
     run = site.observed(module, plain, batch, partial(observe_product, model, tap), layouts)
-    run = DetachedForward(run, module, tap.parameters, None, site.whole) if model.rule.withholds else run
+    run = DetachedForward(run, module, trained, None, site.whole) if model.rule.withholds else run
     generators = Generators(module)
     states = generators.states()
     before = model.passes.current
@@ -150,7 +151,7 @@ def _run_inline(
     model.watch(tap)
     if not in_backward():
         rows = rows_of_call(tensors, [], batch, layouts, model.tells_sizes_apart)
-        calls += [(name, 0, rows) for name in trained]
+        calls += [(name, 0, rows) for name in trained.values()]
     return output
 
 
@@ -232,11 +233,8 @@ def _refuse_tensor_parallel(model: TappedModel, tap: Tap, module: nn.Module, ten
         )
 
 
-def _leaves(model: TappedModel, tap: Tap) -> "list[tuple[str, Tensor]] | None":
-    """List that receives detached weights of a layer without a gradient formula, to compare gradients; None: not needed."""
-    assert tap.site is not None
-    if tap.site.compiles or torch.compiler.is_compiling():
-        return None
+def _leaves(model: TappedModel) -> "list[tuple[str, Tensor]]":
+    """List that receives detached weights of a layer without a gradient formula, to compare gradients."""
     if in_backward() or model.passes.current is None:
         return []  # a checkpoint's second run is of the same kind as its first, but gets nothing
     return model.passes.current.leaves
@@ -249,7 +247,7 @@ class DetachedForward:
         self,
         plain: Callable[..., Any],
         module: nn.Module,
-        parameters: dict[str, str],
+        trained: dict[str, str],
         leaves: list[tuple[str, Tensor]] | None,
         whole: bool,
     ) -> None:
@@ -258,44 +256,46 @@ class DetachedForward:
         Args:
             plain: the layer's own forward.
             module: the layer.
-            parameters: {name inside the layer: name in the user's model} of its weights; trainable ones are detached.
+            trained: {name inside the layer: name in the user's model} of the weights to detach.
             leaves: list to which a call appends (name in the model, the detached weight) of trainable weights, which then get
                 autograd's gradient themselves; None: detached weights get no gradient.
             whole: True if the children are tapped with the layer: a weight that several of them share is detached in all.
         """
         self.plain, self.leaves = plain, leaves
-        trained = {k: name for k, name in parameters.items() if user_names.parameter(module, k).requires_grad}
-        self.names = tuple(trained.values())
-        self.places = [
-            [(module.get_submodule(local.rpartition(".")[0]), local.rpartition(".")[2]), *_tied(module, local, whole)]
-            for local in trained
-        ]
+        self.names, self.places = list(trained.values()), [_places(module, local, whole) for local in trained]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run `plain` with detached weights in place of the parameters, which are put back afterwards."""
-        old = [places[0][0]._parameters[places[0][1]] for places in self.places]
-        for name, places, p in zip(self.names, self.places, old, strict=True):
+        old: list[nn.Parameter | None] = []
+        for name, places in zip(self.names, self.places, strict=True):
+            p = places[0][0][places[0][1]]
             assert p is not None
+            old.append(p)
             weight = p.detach()
             if self.leaves is not None:
                 self.leaves.append((name, weight.requires_grad_()))
-            for owner, local in places:
-                owner._parameters[local] = weight  # type: ignore[assignment]
+            for parameters, local in places:
+                parameters[local] = weight  # type: ignore[assignment]
         try:
             return self.plain(*args, **kwargs)
         finally:
             for places, p in zip(self.places, old, strict=True):
-                for owner, local in places:
-                    owner._parameters[local] = p
+                for parameters, local in places:
+                    parameters[local] = p
 
 
-def _tied(module: nn.Module, local: str, whole: bool) -> list[tuple[nn.Module, str]]:
-    """Further places (owner, name there) of a layer's weight inside it, if its children are tapped with it (`whole`)."""
-    found: list[tuple[nn.Module, str]] = []
+def _places(module: nn.Module, local: str, whole: bool) -> list[tuple[dict[str, nn.Parameter | None], str]]:
+    """Places (the parameters of a module, name there) of a layer's weight: its own one first.
+
+    There are others inside the layer only if its children are tapped with it (`whole`).
+    """
+    path, _, leaf = local.rpartition(".")
+    own = (module.get_submodule(path) if path else module)._parameters
+    found = [(own, leaf)]
     if not whole:
         return found
     p = user_names.parameter(module, local)
     for path, owner in module.named_modules():
         names = [key for key, own in owner._parameters.items() if own is p]
-        found += [(owner, key) for key in names if (f"{path}.{key}" if path else key) != local]
+        found += [(owner._parameters, key) for key in names if (f"{path}.{key}" if path else key) != local]
     return found

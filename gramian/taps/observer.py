@@ -25,6 +25,8 @@ from gramian.taps.sites.site import observed
 from gramian.taps.tap import Tap
 from gramian.taps.tapped_model import TappedModel, TapUse, rows_of_call
 
+UNTRACKED_VIEW = torch.ops.aten._unsafe_view.default
+
 _taps: "weakref.WeakValueDictionary[int, Tap]" = weakref.WeakValueDictionary()
 _models: "weakref.WeakValueDictionary[int, TappedModel]" = weakref.WeakValueDictionary()
 
@@ -45,7 +47,7 @@ class Observe(torch.autograd.Function):
         """
         ctx.save_for_backward(*tensors[count:])
         ctx.use, ctx.saved = use, len(tensors) - count
-        return tuple(torch.ops.aten._unsafe_view(y, y.shape) for y in tensors[:count])
+        return tuple([UNTRACKED_VIEW(y, y.shape) for y in tensors[:count]])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -185,7 +187,7 @@ def open_use(
         pass_.uses[name] = sys.maxsize if in_graphs_too else pass_.uses.get(name, 0) + 1
     if parameters is not None:
         return TapUse(model, tap, pass_, extra, inside_backward=False)
-    layouts = model.layouts_of(tap)
+    layouts = model.layouts_of(tap) if model.layouts else None
     ordinal = pass_.ordinals[tap.name] = pass_.ordinals.get(tap.name, -1) + 1
     calls = model.calls if model.proof_run is None else model.proof_run.calls
     rows = rows_of_call(saved, outputs, pass_.batch, layouts, model.tells_sizes_apart)

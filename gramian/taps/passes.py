@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gramian.core.errors import GramianError
-from gramian.linalg.wide import exact_float32, wide
+from gramian.linalg.wide import exact_products, wide
 from gramian.taps.audit import AGREES, AMPLIFIED
 from gramian.taps.gradients import PerSampleGradient, join
 from gramian.taps.gradients.ragged import regrouped
@@ -43,6 +43,8 @@ class Listener(Protocol):
     """The unit (group that counts as one sample) of each row or token of the next forward; None: row i is sample i."""
     only: frozenset[str] | None
     """Parameters of which the listener needs records; None: all."""
+    reads_calls: bool
+    """True if `layer` is to be called, with the record of every call of a layer."""
     takes_shares: bool
     """True if processes of a tensor-parallel model, which see the same samples, each compute gradients of a share of them."""
 
@@ -54,7 +56,7 @@ class Listener(Protocol):
         """Begin pass `number` (a forward and its backward) of `batch` rows; returns how to group rows and scale gradients."""
 
     def layer(self, record: LayerRecord) -> None:
-        """Receive the record of one call of a layer: inputs, output gradients, per-sample gradients."""
+        """Receive the record of one call of a layer: inputs, output gradients, per-sample gradients. See `reads_calls`."""
 
     def parameter(self, record: ParameterRecord) -> None:
         """Receive the record of one parameter, with its per-sample gradients summed over all its uses."""
@@ -265,11 +267,13 @@ class PassBook:
                     f"{name}: was used more often in a compiled forward than could be foreseen; "
                     "expected torch.compile on the whole model, not on a module that is called several times, or eager mode"
                 )
-            parts = pass_.arrived.setdefault(name, [])
+            parts = pass_.arrived.pop(name, [])
             last = len(parts) + 1 == pass_.uses.get(name, 1)
             parts.append((kind, gradient.copy() if borrowed and not last else gradient))
             if last:
-                self._deliver(pass_, name, borrowed)
+                self._deliver(pass_, name, parts, borrowed)
+            else:
+                pass_.arrived[name] = parts
 
     def _refuse_unexplained(self, pass_: Pass) -> None:
         """Compare the taps' gradients of layers without a gradient formula with autograd's for the same weights.
@@ -296,9 +300,8 @@ class PassBook:
                     "custom object), which would not be clipped; expected tensors alone or in tuples, lists and dicts"
                 )
 
-    def _deliver(self, pass_: Pass, name: str, borrowed: bool) -> None:
-        """Join the per-sample gradients of all uses of a parameter and deliver the record to the listeners."""
-        parts = pass_.arrived.pop(name)
+    def _deliver(self, pass_: Pass, name: str, parts: list[tuple[str, PerSampleGradient]], borrowed: bool) -> None:
+        """Join the per-sample gradients of all uses of a parameter, `parts`, and deliver the record to the listeners."""
         pass_.delivered.add(name)
         kinds = [kind for kind, _ in parts]
         kind = " + ".join(dict.fromkeys(kinds))
@@ -320,10 +323,10 @@ class PassBook:
             GramianError: if a parameter without a gradient formula has another gradient by autograd than by the taps.
         """
         touched, self._touched, self._task, self.reached = self._touched, {}, -1, None
-        with torch.autocast(device, enabled=False), exact_float32():
+        with exact_products(device):
             for pass_ in touched.values():
                 for name in list(pass_.arrived):
-                    self._deliver(pass_, name, borrowed=False)  # incomplete uses were copied
+                    self._deliver(pass_, name, pass_.arrived.pop(name), borrowed=False)  # incomplete uses were copied
                 if self.current is pass_:
                     self.current = None
             again = self._rule().another_backward_follows

@@ -254,8 +254,9 @@ class TappedModel:
         module = tap.owner()
         if module is not None:
             for local, name in tap.parameters.items():
+                tensor = user_names.parameter(module, local)
                 for listener in self.listeners:
-                    listener.watch(name, user_names.parameter(module, local))
+                    listener.watch(name, tensor)
 
     def open_pass(self, first: Tensor) -> int:
         """Open a pass (one forward and its backward) and return its number; `first` is the root's first tensor, [B, …]."""

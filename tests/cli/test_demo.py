@@ -1,5 +1,6 @@
 """`gramian demo`: the whole pipeline in seconds, what it leaves behind, and what ends it."""
 
+import io
 import json
 import re
 import shlex
@@ -7,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,30 +41,32 @@ class Done:
         return found
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@contextmanager
+def quick() -> Iterator[None]:
     """A demo of seconds; how the process computes is put back."""
     before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
-    monkeypatch.setattr(plans, "DEFAULT", small())
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans, "DEFAULT", small())
+        yield
     torch.use_deterministic_algorithms(before[0])
     torch.set_float32_matmul_precision(before[1])
+
+
+@pytest.fixture(autouse=True)
+def always_quick() -> Iterator[None]:
+    with quick():
+        yield
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """One, for all tests that only look."""
     out = tmp_path_factory.mktemp("demo") / "new" / "folder"
-    finished = subprocess.run(
-        [sys.executable, "-c", _child(f"main(['demo', '--out', {str(out)!r}])")],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stderr == ""
-    return Done(out, finished.stdout)
+    printed, complaints = io.StringIO(), io.StringIO()
+    with quick(), redirect_stdout(printed), redirect_stderr(complaints):
+        status = main(["demo", "--out", str(out)])
+    assert (status, complaints.getvalue()) == (0, "")
+    return Done(out, printed.getvalue())
 
 
 def _child(call: str, before: str = "") -> str:

@@ -96,6 +96,16 @@ def test_parameters_without_curvature_are_named_and_stay() -> None:
     assert posterior.fixed == ["extra"] and "extra" not in posterior.sample(torch.Generator())
 
 
+def test_a_fisher_that_is_another_now_is_refused() -> None:
+    """Else the posterior had the means of one model and the covariance of a later one."""
+    model, found = small()
+    posterior = Laplace(found, model, N, TAU)
+    found.load_state_dict(found.state_dict(), model)
+    for use in (lambda: posterior.sample(torch.Generator()), lambda: posterior.log_marginal(0.0)):
+        with refused("kfac: was refreshed or loaded after Laplace took the parameters; expected an object of its own"):
+            use()
+
+
 def test_invalid_arguments_of_a_posterior_are_refused_in_one_line() -> None:
     model, found = small()
     for arguments, word in (((N, 0.0), "prior_precision:"), ((-1.0, TAU), "n:"), (("many", TAU), "n:")):

@@ -277,6 +277,38 @@ def test_groups_with_their_own_rates_are_bounded_together() -> None:
     assert len(scales) == 1 and scales.pop() < 1
 
 
+@pytest.mark.parametrize("mode", ["pi", "joint"])
+def test_a_memory_budget_that_changes_no_factor_changes_no_step(mode: str) -> None:
+    """Also where the parameters of a layer have rates of their own: the trust region takes the largest of a block."""
+    ends = []
+    for budget in (None, "1GB"):
+        model, kfac = net(dtype=torch.float64), make(damping_mode=mode, memory_budget=budget)
+        biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+        rest = [p for name, p in model.named_parameters() if not name.endswith("bias")]
+        optimizer = torch.optim.SGD([{"params": biases, "lr": 0.01}, {"params": rest, "lr": 1.0}])
+        gramian.precondition(optimizer, model, kfac)
+        for seed in range(2):
+            refresh(kfac, model, words(seed=seed))
+            optimizer.step()
+            assert float(kfac.state.trust_region) < 0.9
+        ends.append(_parameters(model))
+    for name, p in ends[0].items():
+        assert_near(ends[1][name], p, 1e-10)
+    assert set(kfac.record()["operators"]["exact"]) == set(kfac.kfac_factors)
+
+
+def test_layers_that_the_optimizer_does_not_have_are_outside_the_trust_region() -> None:
+    """The q, k and v of one shape are multiplied together; k and v stay as they are, and count for nothing."""
+    model, kfac = net(dtype=torch.float64), make()
+    optimizer = gramian.precondition(torch.optim.SGD(model.q.parameters(), lr=50.0), model, kfac, kl_clip=1e-3)
+    refresh(kfac, model)
+    before = _parameters(model)
+    optimizer.step()
+    step = _moved(model, before)
+    assert 0.5 * kfac.quadratic_form(step, damped=True) == pytest.approx(1e-3, rel=1e-7)
+    assert not any(bool(moved.any()) for name, moved in step.items() if not name.startswith("q."))
+
+
 def test_without_a_bound_a_step_may_be_as_long_as_it_is() -> None:
     model, kfac = net(), make()
     optimizer = gramian.precondition(torch.optim.SGD(model.parameters(), lr=50.0), model, kfac, kl_clip=None)

@@ -420,9 +420,9 @@ TRAPS = (
         "identity in place of eigenvectors without the clip",
         Edit(
             "Block.act",
-            "out = factor.power(y_NK, p, value, damping.max_condition)",
-            "out = factor.power(y_NK, p, value, damping.max_condition) if damping.max_condition else "
-            "(factor.diagonal() + value).pow(p)[:, None] * y_NK",
+            "factor.power(y_NC, p, value, damping.max_condition))",
+            "factor.power(y_NC, p, value, damping.max_condition) if damping.max_condition else "
+            "(factor.diagonal() + value).pow(p)[:, None] * y_NC)",
         ),
         _powers(-0.5, "factored", "off", "small_only"),
     ),

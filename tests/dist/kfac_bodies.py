@@ -1,6 +1,7 @@
 """K-FAC on real processes: bodies that hold for every way of data parallelism, for `tests.kit.processes.distributed`."""
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -246,16 +247,28 @@ def _full(p: Tensor) -> Tensor:
     return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
 
 
+OPTIMIZED: dict[str, Any] = {"lr": 1e-2, "update_freq": 4, "ema_decay": 0.5, "max_tokens": None, "eps": 1e-6}
+
+
 def optimized(
-    case: Case, model: nn.Module, rows: list[int], world: int = 1, samples: int = 5, steps: int = 20 if FULL else 9
+    case: Case,
+    model: nn.Module,
+    rows: list[int],
+    world: int = 1,
+    samples: int = 5,
+    steps: int = 20 if FULL else 9,
+    resumed: Callable[[nn.Module, gramian.optim.KFAC], tuple[nn.Module, gramian.optim.KFAC]] | None = None,
 ) -> dict[str, Tensor]:
     """The parameters after steps of `gramian.optim.KFAC` on some rows of the samples, of which a process may have none.
 
     `world` is the number of processes over which gradients are averaged. AdamW's eps is above the rounding of gradients that
-    are zero but for it, such as those of a key's bias, whose sign would else be the step.
+    are zero but for it, such as those of a key's bias, whose sign would else be the step. `resumed`, if given, puts another
+    model and optimizer in place of both before the seventh step.
     """
-    optimizer = gramian.optim.KFAC(model, lr=1e-2, update_freq=4, ema_decay=0.5, max_tokens=None, eps=1e-6)
+    optimizer = gramian.optim.KFAC(model, **OPTIMIZED)
     for step in range(steps):
+        if step == 6 and resumed is not None:
+            model, optimizer = resumed(model, optimizer)
         inputs, targets = case.data(samples)
         inputs = (inputs + step) % 11 if not inputs.is_floating_point() else inputs + 0.1 * step
         optimizer.zero_grad()

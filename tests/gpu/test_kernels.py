@@ -7,12 +7,14 @@ from gramian.kernels.checksums import checksums
 from gramian.kernels.norms.direct_squares import _HALF as DIRECT_TILES
 from gramian.kernels.norms.direct_squares import direct_squares, direct_squares_kernel
 from gramian.kernels.norms.gram_squares import _HALF as GRAM_TILES
-from gramian.kernels.norms.gram_squares import gram_squares, gram_squares_kernel
+from gramian.kernels.norms.gram_squares import gram_squares, gram_squares_of_layers
 from gramian.kernels.sums.token_sums import normed_sums, normed_sums_twin, token_sums
 from gramian.kernels.sums.weighted_product import _HALF as PRODUCT_TILES
-from gramian.kernels.sums.weighted_product import weighted_product, weighted_product_kernel
+from gramian.kernels.sums.weighted_product import weighted_product, weighted_products_kernel
 from gramian.kernels.sums.weighted_sum import row_squares, weighted_sum
 from tests.kernels import LAYOUTS, laid_out
+from tests.kernels.test_gram_squares import gram_squares_kernel
+from tests.kernels.test_weighted_product import weighted_product_kernel
 
 pytestmark = pytest.mark.gpu
 
@@ -122,6 +124,24 @@ def test_product_with_every_tile_and_kind_of_load(tiles, parts, descriptor):
     weights = random(3, seed=5)
     got = weighted_product_kernel(left, right, weights, torch.float32, tiles=tiles, parts=parts, descriptor=descriptor)
     close_to_scale(got, torch.einsum("b,bmn->mn", weights.double(), gradients(left, right)))
+
+
+@pytest.mark.parametrize("layers", [2, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 300, 136, 520), (2, 1024, 1000, 2056)])
+def test_layers_of_one_launch_get_the_bits_of_each_alone(shape, dtype, layers):
+    weights = random(shape[0], seed=5)
+    pairs = [sides(shape, dtype, seed=2 * k) for k in range(layers)]
+    tiles = PRODUCT_TILES[0]
+    options = {"tiles": tiles, "parts": 1} if dtype != torch.float32 else {}
+    totals = weighted_products_kernel(*zip(*pairs, strict=True), weights, torch.float32, **options)
+    squares_KB, diagonals_KB = gram_squares_of_layers([[right, left] for left, right in pairs])
+    for (left, right), total, squares_B, diagonal_B in zip(pairs, totals, squares_KB, diagonals_KB, strict=True):
+        close_to_scale(total, torch.einsum("b,bmn->mn", weights.double(), gradients(left, right)))
+        if dtype != torch.float32:
+            assert total.equal(weighted_product_kernel(left, right, weights, torch.float32, **options))
+        close(squares_B, squares(left, right))
+        close(diagonal_B, diagonal(left, right))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

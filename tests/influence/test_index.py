@@ -55,6 +55,14 @@ def test_scores_are_those_of_the_explicit_inverse(
     assert_close(parts.modules_QPM.sum(2), parts.values_QP, 1e-10)
 
 
+def test_gradients_of_the_model_stay_the_users(tmp_path: Path) -> None:
+    found = corpus()
+    for p in found.model.parameters():
+        p.grad = torch.full_like(p, 7.0)
+    built(tmp_path / "index", found).ask(QUERIES).scores("passages", self_influence=True)
+    assert all(p.grad is not None and bool((p.grad == 7.0).all()) for p in found.model.parameters())
+
+
 def test_the_loss_of_a_query_is_that_of_its_completion(tmp_path: Path) -> None:
     found = corpus()
     asked = built(tmp_path / "index", found).ask(QUERIES)

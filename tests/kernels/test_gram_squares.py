@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from gramian.core.errors import GramianError
 from gramian.kernels.launch import Tiles
-from gramian.kernels.norms.gram_squares import gram_squares, gram_squares_kernel, gram_squares_twin
+from gramian.kernels.norms import gram_squares as grams
+from gramian.kernels.norms.gram_squares import gram_squares, gram_squares_of_layers, gram_squares_twin
 from tests.kernels import LAYOUTS, interpreted, laid_out, random
 from tests.kit.close import close_to_sum
 from tests.kit.matrix import FULL
@@ -19,6 +20,11 @@ def case(samples, tokens, widths, width, dtype=torch.float32, layout="contiguous
     right = laid_out(random(samples, tokens, width, seed=seed, dtype=dtype), layout)
     lefts = [laid_out(random(samples, tokens, m, seed=seed + m, dtype=dtype), layout) for m in widths]
     return lefts, right
+
+
+def gram_squares_kernel(lefts, right, **options):
+    squares, diagonals = grams.gram_squares_kernel([[right, *lefts]], **options)
+    return squares[0], diagonals[0]
 
 
 def reference(lefts, right):
@@ -60,6 +66,21 @@ def test_kernel_in_every_layout(dtype, layout, descriptor):
     got = interpreted(gram_squares_kernel, lefts, right, tiles=SMALL, descriptor=descriptor, group=2)
     assert got[0].dtype == got[1].dtype == torch.float32
     close(got, lefts, right)
+
+
+@pytest.mark.parametrize("descriptor", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_several_layers_in_one_launch(layout, descriptor):
+    cases = [case(2, 35, (9, 20), 18, torch.float16, layout, seed=100 * k) for k in range(3)]
+    layers = [[right, *lefts] for lefts, right in cases]
+    squares, diagonals = interpreted(grams.gram_squares_kernel, layers, tiles=SMALL, descriptor=descriptor)
+    for k, (lefts, right) in enumerate(cases):
+        alone = interpreted(gram_squares_kernel, lefts, right, tiles=SMALL, descriptor=descriptor)
+        assert squares[k].equal(alone[0]) and diagonals[k].equal(alone[1])
+        close(alone, lefts, right)
+    on_cpu = gram_squares_of_layers(layers)
+    for k, (lefts, right) in enumerate(cases):
+        assert all(one[k].equal(twin) for one, twin in zip(on_cpu, gram_squares_twin(lefts, right), strict=True))
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 32, 90])

@@ -7,12 +7,21 @@ from hypothesis import strategies as st
 
 from gramian.core.errors import GramianError
 from gramian.kernels.launch import Tiles
-from gramian.kernels.sums.weighted_product import weighted_product, weighted_product_kernel, weighted_product_twin
+from gramian.kernels.sums.weighted_product import (
+    weighted_product,
+    weighted_product_twin,
+    weighted_products,
+    weighted_products_kernel,
+)
 from tests.kernels import LAYOUTS, interpreted, laid_out, random
 from tests.kit.close import close_to_sum
 from tests.kit.matrix import examples
 
 SMALL = Tiles(rows=16, columns=32, depth=16, warps=4, stages=2, cost=1.0)
+
+
+def weighted_product_kernel(left, right, *args, **kwargs):
+    return weighted_products_kernel([left], [right], *args, **kwargs)[0]
 
 
 def case(samples, tokens, rows, columns, dtype=torch.float32, layout="contiguous", seed=0):
@@ -50,6 +59,23 @@ def test_kernel_in_every_layout(dtype, layout, descriptor):
     close(got, left, right, weights)
 
 
+@pytest.mark.parametrize("descriptor", [False, True])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_several_products_in_one_launch(layout, parts, descriptor):
+    cases = [case(3, 35, 37, 70, torch.float16, layout, seed=3 * k) for k in range(3)]
+    lefts, rights = [left for left, _, _ in cases], [right for _, right, _ in cases]
+    weights = cases[0][2]
+    options = {"tiles": SMALL, "parts": parts, "descriptor": descriptor}
+    got = interpreted(weighted_products_kernel, lefts, rights, weights, torch.float32, **options)
+    for total, left, right in zip(got, lefts, rights, strict=True):
+        close(total, left, right, weights)
+        assert total.equal(interpreted(weighted_product_kernel, left, right, weights, torch.float32, **options))
+    on_cpu = weighted_products(lefts, rights, weights, torch.float32)
+    for total, left, right in zip(on_cpu, lefts, rights, strict=True):
+        assert total.equal(weighted_product_twin(left, right, weights, torch.float32))
+
+
 @settings(max_examples=examples(8))
 @given(
     samples=st.integers(1, 5),
@@ -79,6 +105,24 @@ def test_half_precision_in_is_rounded_once():
     half = interpreted(weighted_product_kernel, left, right, weights, torch.float16, tiles=SMALL)
     assert half.dtype == torch.float16
     close(half, left, right, weights)
+
+
+@pytest.mark.parametrize("function", [weighted_product_kernel, weighted_product_twin])
+@pytest.mark.parametrize("parts", [1, 3, 7])
+def test_weights_of_every_size_with_zeros_among_them(function, parts):
+    """Samples are added by ascending weight, in one accumulator that is rescaled between them."""
+    left, right, _ = case(7, 20, 18, 20)
+    weights = torch.tensor([1e-12, 0.0, 3.0, -0.0, 1e8, 0.0, -1e-3])
+    left, right = left / weights.abs().clamp(min=1e-30)[:, None, None].sqrt(), right
+    right = right / weights.abs().clamp(min=1e-30)[:, None, None].sqrt()
+    left[weights == 0] = float("nan")
+    settings = {"tiles": SMALL, "parts": parts} if function is weighted_product_kernel else {}
+    got = interpreted(function, left, right, weights, torch.float32, **settings)
+    kept = weights != 0
+    close(got, left[kept], right[kept], weights[kept])
+    weights[:] = 0
+    got = interpreted(function, left, right, weights, torch.float32, **settings)
+    assert got.eq(0).all()
 
 
 @pytest.mark.parametrize("function", [weighted_product_kernel, weighted_product_twin])

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -220,6 +221,39 @@ def test_a_loaded_state_goes_on_bit_for_bit() -> None:
     same(again, model)
 
 
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
+)
+def test_a_copy_steps_its_own_model_as_the_original_does(
+    copied: Callable[[object], tuple[Words, gramian.optim.KFAC]],
+) -> None:
+    model = model_of("words", torch.float32)
+    optimizer = gramian.optim.KFAC(model, update_freq=4, max_tokens=8, damping=0.3)
+    for step in range(6):
+        stepped(optimizer, model, batch_of("words", step))
+    other, again = copied((model, optimizer))
+    for step in range(6, 10):
+        before = copy.deepcopy(other)
+        stepped(optimizer, model, batch_of("words", step))
+        same(other, before)
+        stepped(again, other, batch_of("words", step))
+        same(other, model)
+
+
+def test_the_output_layer_stays_known_over_refreshes_and_in_a_loaded_state() -> None:
+    """Else a resumed run makes factors of it, as wide as a vocabulary, at its first refresh."""
+    model = model_of("words")
+    optimizer = gramian.optim.KFAC(model, update_freq=1)
+    for step in range(3):
+        stepped(optimizer, model, batch_of("words", step))
+        assert optimizer.kfac.head == optimizer.kfac.record()["head"] == "head"
+    other = gramian.optim.KFAC(model, update_freq=1)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with other.capture(num_terms=20) as cap:
+        loss_of(model, batch_of("words", 3)).backward()
+    assert other.kfac.head == "head" and sorted(cap.kronecker.specs) == sorted(HIDDEN["words"])
+
+
 def test_a_closure_is_called_once_and_captures_itself() -> None:
     models = [model_of("words") for _ in range(2)]
     optimizers = [gramian.optim.KFAC(model, update_freq=2) for model in models]
@@ -287,6 +321,21 @@ def test_groups_have_their_own_rates_and_may_leave_kfac_out() -> None:
     moved = (model.same.weight - plain.same.weight).detach().square().mean().sqrt()
     assert float(moved) == pytest.approx(4 * 0.2 * 1e-3, rel=1e-9)
     assert set(optimizer.kfac.kfac_factors) == {"same", "also"}
+
+
+def test_named_parameters_are_taken_as_other_optimizers_take_them() -> None:
+    model = model_of("words")
+    assert isinstance(model, Words)
+    model.same.requires_grad_(False)
+    groups = [{"params": [*model.same.named_parameters("same"), *model.up.named_parameters("up")], "lr": 1e-2}]
+    for params, names in (
+        (groups, ["up.weight", "up.bias"]),
+        (model.named_parameters(), ["table.weight", "norm.weight"]),
+    ):
+        optimizer = gramian.optim.KFAC(model, params=params)
+        (group,) = optimizer.param_groups
+        assert group["param_names"][:2] == names and len(group["params"]) == len(group["param_names"])
+        stepped(optimizer, model, batch_of("words", 0))
 
 
 def test_frozen_parameters_stay_and_the_order_of_groups_is_theirs() -> None:

@@ -218,7 +218,11 @@ def test_a_state_is_plain_and_comes_back(tmp_path):
     assert made.steps == 300, "the state is a copy"
 
 
-TARGETS = [0.05, 0.1, 0.2, 0.5, 1.0, 3.0, 8.0, 20.0]
+def test_the_divergence_of_a_step_is_computed_once_for_all_numbers_of_them(monkeypatch):
+    first, later = (account([(1.234, 0.01, steps)], "rdp") for steps in (10, 30))
+    assert first.epsilon(DELTA) > 0
+    monkeypatch.delattr("opacus.accountants.analysis.rdp._compute_rdp")
+    assert later.epsilon(DELTA) > first.epsilon(DELTA)
 
 
 def searched(mechanism, target, rate, steps):

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.data import SubsetRandomSampler
 
 import gramian
-from gramian.kernels.norms import direct_squares, gram_squares
+from gramian.kernels.norms import direct_squares
 from gramian.oracles.clipped_sum import clipped_sum
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.privacy.accounting.epsilon import epsilon_of
@@ -494,7 +494,7 @@ def _shards_of_all_sums(rank: int) -> None:
 def _gram_at_the_edges() -> None:
     """Where kernels are interpreted; the test itself asks another process to do so."""
     lefts, right = test_gram_squares.case(1, 17, (7,), 5, layout="amid nan")
-    got = gram_squares.gram_squares_kernel(lefts, right, tiles=test_gram_squares.SMALL, group=3)
+    got = test_gram_squares.gram_squares_kernel(lefts, right, tiles=test_gram_squares.SMALL, group=3)
     test_gram_squares.close(got, lefts, right)
 
 
@@ -571,7 +571,7 @@ BUGS = (
     ),
     Mutation(
         "batch of a mean loss missing in the sum",
-        Edit("weighted_sums:_weighted_sum", "work.factors[group] * work.info.factor", "work.factors[group]"),
+        Edit("weighted_sums:_weights", "work.factors[group] * work.info.factor", "work.factors[group]"),
         _sums("mlp"),
     ),
     Mutation(
@@ -645,8 +645,8 @@ BUGS = (
             Edit("observer:open_use", "if in_backward():", "if False:"),
             Edit(
                 "PassBook._deliver",
-                "parts = pass_.arrived.pop(name)",
-                "parts = pass_.arrived.pop(name); parts = parts * (pass_.uses[name] // len(parts))",
+                "pass_.delivered.add(name)",
+                "pass_.delivered.add(name); parts = parts * (pass_.uses[name] // len(parts))",
             ),
         ),
         partial(test_clipping.test_checkpointed_blocks, "gpt", "auto"),
@@ -714,7 +714,7 @@ BUGS = (
     ),
     Mutation(
         "sum rounded to half precision before its noise",
-        Edit("GradientSums._add", "self._wide_sums[name] = part", "pass"),
+        Edit("GradientSums._round", "self._wide_sums |= sums", "pass"),
         partial(
             test_regressions.test_without_a_sample_what_is_noised_changes_by_the_clip_norm_also_in_half_precision,
             torch.bfloat16,
@@ -824,7 +824,7 @@ BUGS = (
         "every parameter clipped by itself",
         Edit(
             "weighted_sums:_weighted_sum",
-            "weights_B = work.weights[device, group]",
+            "weights_B = _weights(work, gradient, name)",
             "weights_B = (work.clip.limits[0] / (gradient.squared_norms().sqrt() * work.info.scale)).clamp(max=1.0)"
             " * work.info.factor",
         ),
@@ -889,14 +889,14 @@ BUGS = (
     Mutation(
         "weight gradients of the first pass left",
         (
-            Edit("layer_forward:run_layer", "if model.rule.withholds:\n        plain", "if False:\n        plain"),
+            Edit("layer_forward:run_layer", "if withholds:\n        leaves", "if False:\n        leaves"),
             Swap("bypass:_refuse", lambda name, gradient: None),
         ),
         _sums("mlp", "two_pass"),
     ),
     Mutation(
         "weights not detached",
-        Edit("layer_forward:run_layer", "if model.rule.withholds:\n        plain", "if False:\n        plain"),
+        Edit("layer_forward:run_layer", "if withholds:\n        leaves", "if False:\n        leaves"),
         _sums("mlp"),
     ),
     Mutation(
@@ -928,7 +928,9 @@ BUGS = (
     ),
     Mutation(
         "auxiliary loss of a layer without a formula dropped",
-        Edit("layer_forward:_leaves", "if tap.site.compiles or torch.compiler.is_compiling():", "if True:"),
+        Edit(
+            "layer_forward:run_layer", "leaves = None if compiling or site.compiles else", "leaves = None if True else"
+        ),
         partial(
             test_regressions.test_a_gradient_past_the_outputs_of_a_layer_without_a_formula_is_named,
             False,
@@ -1191,7 +1193,7 @@ BUGS = (
     ),
     Mutation(
         "noise of a metric drawn without it",
-        Edit("GradientSums.release", "if std > 0 and name not in blocks and not", "if std > 0 and not"),
+        Edit("GradientSums.release", "if std > 0 and name not in blocks:", "if std > 0:"),
         partial(test_metric.test_noise_is_the_inverse_root_of_the_metric_times_that_of_a_run_without_one, "mlp"),
     ),
     Mutation(
@@ -1581,7 +1583,7 @@ BUGS = (
         "Gram kernel without a mask beyond the width",
         Edit(
             "gram_squares:gram_squares_kernel",
-            "(*tensor.stride(), tensor.shape[2])",
+            "(*strides(tensor, descriptor), tensor.shape[2])",
             "(*tensor.stride(), -(-tensor.shape[2] // tiles.depth) * tiles.depth)",
         ),
         _gram_at_the_edges,

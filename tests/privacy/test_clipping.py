@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import gramian
 from gramian.oracles.clipped_sum import clip, clipped_sum
+from gramian.privacy.clipping import weighted_sums
 from gramian.privacy.clipping.clip_factors import SLACK
 from gramian.privacy.options import Tuning
+from gramian.taps.gradients.outer import weighted_totals
 from gramian.taps.model.whole_layers import whole_classes
 from tests.kit.matrix import FULL, sample, some
 from tests.kit.models import CASES
@@ -455,6 +458,47 @@ def test_a_sample_that_is_not_finite_counts_for_nothing_and_is_counted(name: str
         assert run.engine.last.factors_B[[1, 4]].tolist() == [0.0, 0.0]
         run.optimizer.step()
         assert all(q.isfinite().all() for q in model.parameters())
+
+
+@pytest.mark.parametrize("together", [2, 3, 9])
+@pytest.mark.parametrize("bad", ["none", "not finite", "tokens cancel"])
+def test_layers_of_one_launch_get_the_sums_of_each_alone(
+    bad: str, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products of one layout are summed together; those whose samples had to be formed again are summed alone.
+
+    Where a sample is not finite, the first launch has begun before that is known.
+    """
+    torch.manual_seed(0)
+    linears = [nn.Linear(6, n, bias=False) for n in (6, 6, 4)] + [
+        nn.Linear(4, 6, bias=False),
+        nn.Linear(6, 6, bias=False),
+    ]
+    model = nn.Sequential(*linears).double()
+    x, g = torch.randn(5, 7, 6, dtype=torch.float64), torch.randn(5, 7, 6, dtype=torch.float64)
+    if bad == "not finite":
+        x[2, 3] = float("nan")
+    if bad == "tokens cancel":  # equal inputs, and output gradients of sum 0 up to 1e-9
+        x[1] = x[1, :1]
+        g[1] -= g[1].mean(0) - 1e-9
+    alone = _sums_of(copy.deepcopy(model), x, g, monkeypatch, 1)
+    several = _sums_of(model, x, g, monkeypatch, together)
+    for name, total in alone[0].items():
+        torch.testing.assert_close(several[0][name], total, rtol=1e-10, atol=1e-13)
+    assert alone[1] == 1 and several[1] == min(together, 3)
+
+
+def _sums_of(
+    model: nn.Module, x: Tensor, g: Tensor, monkeypatch: pytest.MonkeyPatch, together: int
+) -> tuple[dict[str, Tensor], int]:
+    """Clipped sums, where a launch forms so many products, and the largest number of products that one did form."""
+    monkeypatch.setattr(weighted_sums, "products_of_one_launch", lambda left, right: together)
+    with (
+        mock.patch.object(weighted_sums, "weighted_totals", wraps=weighted_totals) as launches,
+        private(model, 0.5, norm_algorithm="gram") as run,
+    ):
+        run.engine.backward((model(x) * g).sum((1, 2)).mean())
+        return run.gradients(), max((len(call.args[0]) for call in launches.call_args_list), default=1)
 
 
 @pytest.mark.filterwarnings("ignore:backward. no sample")

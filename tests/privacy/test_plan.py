@@ -21,7 +21,6 @@ from gramian.privacy.clipping.clipping_plan import (
 )
 from gramian.privacy.clipping.clipping_planner import share_of
 from gramian.privacy.clipping.clipping_rule import Clipping
-from gramian.privacy.clipping.clipping_work import ClippingWork
 from gramian.privacy.options import Tuning
 from gramian.taps.gradients import Outer
 from tests.kit.matrix import examples, some
@@ -203,17 +202,17 @@ def test_forced_choices_are_those_of_the_plan_and_those_that_run(
 ) -> None:
     p = problem("linear_3d", 4)
     model, limit, used = p.model(), clip_norm(p), []
-    flush, direct = sample_norms.flush_gram_group, sample_norms.direct_of
+    gram, direct = sample_norms.gram_of, sample_norms.direct_of
 
-    def watched_flush(work: ClippingWork) -> None:
-        used.extend("gram" for _ in work.gram_group)
-        flush(work)
+    def watched_gram(groups: list[list[Outer]]) -> tuple[torch.Tensor, torch.Tensor]:
+        used.extend("gram" for group in groups for _ in group)
+        return gram(groups)
 
     def watched_direct(gradient: Outer) -> tuple[torch.Tensor, torch.Tensor]:
         used.append("direct")
         return direct(gradient)
 
-    monkeypatch.setattr(sample_norms, "flush_gram_group", watched_flush)
+    monkeypatch.setattr(sample_norms, "gram_of", watched_gram)
     monkeypatch.setattr(sample_norms, "direct_of", watched_direct)
     with private(model, limit, clipping=storage, norm_algorithm=algorithm) as run:
         p.backward(model, p.batch)

@@ -35,13 +35,13 @@ class _Counted(torch.autograd.Function):
 def grams(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often Gram matrices were computed."""
     counts: Counter[str] = Counter()
-    compute = outer.gram_squares
+    compute = outer.gram_squares_of_layers
 
-    def counted(*sides: Any) -> Any:
-        counts["grams"] += 1
-        return compute(*sides)
+    def counted(layers: Any) -> Any:
+        counts["grams"] += len(layers)
+        return compute(layers)
 
-    monkeypatch.setattr(outer, "gram_squares", counted)
+    monkeypatch.setattr(outer, "gram_squares_of_layers", counted)
     return counts
 
 

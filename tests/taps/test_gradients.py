@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gramian.kernels.norms.gram_squares import gram_squares
+from gramian.kernels.norms.gram_squares import gram_squares_of_layers
 from gramian.plan import norm_algorithm as plan
 from gramian.taps.gradients import Convolved, ExplicitGradient, Indexed, Outer, PerSampleGradient, Summed, join
 from gramian.taps.gradients.convolved import Geometry
@@ -313,7 +313,7 @@ def test_joining_one_use_changes_nothing_and_joining_equal_forms_keeps_the_form(
 def test_the_grams_of_a_record_are_computed_once() -> None:
     gradient = outer(3, 4, (50, 60)).gradient
     assert isinstance(gradient, Outer)
-    with mock.patch("gramian.taps.gradients.outer.gram_squares", wraps=gram_squares) as grams:
+    with mock.patch("gramian.taps.gradients.outer.gram_squares_of_layers", wraps=gram_squares_of_layers) as grams:
         for _ in range(3):
             gradient.squared_norms("gram")
     assert grams.call_count == 1

@@ -4,6 +4,7 @@ import gc
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import gramian
 from gramian.core.errors import GramianError
 from gramian.models.gpt import GPT, GPTConfig
+from gramian.taps.audit import AGREES
 from gramian.taps.hub import hub_of
 from gramian.taps.proof.proof_runs import ProofRuns
 from gramian.taps.proof.prover import Proven, Prover
 from gramian.taps.proof.row_fingerprint import Fingerprint
+from gramian.taps.proof.row_recorder import Sketch, disagreement
 from gramian.taps.proof.sample_arguments import SampleArguments
 from tests.kit.matrix import FULL, examples
 from tests.kit.private import attach
@@ -285,6 +288,62 @@ def test_a_small_balancing_loss_is_found_in_every_precision(weight: float, dtype
     assert engine.proof["loss"] == "proven"
     with refusal("output gradient of sample"):
         engine.check_independence(loss, (x,))
+    engine.detach()
+
+
+class _Rounds(torch.autograd.Function):
+    """A backward that rounds as many layers do: every number is off by up to a third, in other units by another part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * (1 + 0.28 * torch.sin(g.double() * 12345.678)).to(g.dtype)
+
+
+class _Deep(nn.Module):
+    def __init__(self, uses: int) -> None:
+        super().__init__()
+        self.first, self.last, self.uses = nn.Linear(4, 8), nn.Linear(8, 3), uses
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for _ in range(1, self.uses):
+            h = h + F.linear(x, self.first.weight)
+        return self.last(_Rounds.apply(h))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sums_in_half_precision_may_differ_as_much_as_autograds_do_that_round_otherwise(seed: int) -> None:
+    torch.manual_seed(seed)
+    model, x = _Deep(uses=1).bfloat16(), torch.randn(8, 4).bfloat16()
+    engine, _ = private(model, x)
+    model(x)
+    assert engine.proof["rows"] == "proven"
+    engine.detach()
+
+
+def test_only_as_much_noise_is_allowed_as_there_is_and_never_half_a_gradient() -> None:
+    g = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
+    mine, theirs, twice = (replace(Sketch.of(x), dtype=torch.bfloat16) for x in (g, 1.45 * g, 2 * g))
+
+    def differs(other: Sketch, noise: float) -> bool:
+        return disagreement({"w": mine}, {"w": other}, AGREES, noise={"w": noise * other.norm}) is not None
+
+    assert differs(theirs, 0) and differs(theirs, 0.01) and not differs(theirs, 0.1)
+    assert differs(twice, 0.1) and differs(twice, 10.0)
+
+
+@pytest.mark.parametrize("uses, dtype", [(2, torch.bfloat16), (3, torch.bfloat16), (1, torch.float32)])
+def test_a_use_that_no_tap_sees_is_found_whatever_a_backward_rounds(uses: int, dtype: torch.dtype) -> None:
+    """In float32 even a first layer's gradient that is off by ten percent is not rounding."""
+    torch.manual_seed(0)
+    model, x = _Deep(uses).to(dtype), torch.randn(8, 4).to(dtype)
+    engine, _ = private(model, x)
+    with refusal("^first.*(the taps explain|sample 0 alone has) a gradient of norm"):
+        model(x)
     engine.detach()
 
 

@@ -58,15 +58,10 @@ def ready_natural_gradient(
 ) -> dict[str, Tensor]:
     """`natural_gradient` by operators that are made once for the current factors (`ready_operators`); for every training step.
 
-    The model `root` is compared with the captured one when operators are made, not at every call. With a memory budget, which
-    does not count operators, this is `natural_gradient`. `dots`, if given, receives {block, or parameter: 0-dim ∇ᵀ(F +
+    The model `root` is compared with the captured one when operators are made, not at every call. A memory budget does not
+    count operators, so all blocks keep the exact path then. `dots`, if given, receives {block, or parameter: 0-dim ∇ᵀ(F +
     damping)^power ∇}.
     """
-    if state.options.memory_budget is not None:
-        found = natural_gradient(state, root, power, gradients)
-        if dots is not None:
-            dots |= {n: full_vector((g * found[n]).sum(dtype=torch.float64)) for n, g in gradients.items()}
-        return found
     started = time.perf_counter()
     parts = ParameterParts.of(state.specs.values())
     vector = parts.split(gradients)

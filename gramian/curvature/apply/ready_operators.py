@@ -138,7 +138,8 @@ class ReadyOperators:
         self._blocks = dict(blocks)
         self._made_of = _made_of(blocks)
         self._alive = [(block.A, block.G, block.correction) for block in blocks.values()]  # no new object has their id
-        self.exact = {name: why for name, block in blocks.items() if (why := _why_exact(block, power))}
+        budget = "" if options.memory_budget is None else "memory_budget does not count operators"
+        self.exact = {name: why for name, block in blocks.items() if (why := budget or _why_exact(block, power))}
         """{name of a block that keeps the exact path: why}."""
         fast = {name: block for name, block in blocks.items() if name not in self.exact}
         precisions = {name: _precision(block, power) for name, block in fast.items()}
@@ -202,7 +203,8 @@ class ReadyOperators:
                     found |= {name: part for name, part in views.items() if name in vector}
                 if dots is not None:
                     each = (y_BOM * out_BOM).sum((1, 2), dtype=torch.promote_types(group.dtype, torch.float32))
-                    dots |= {block.spec.name: dot for block, dot in zip(group.blocks, each, strict=True)}
+                    named = zip(group.blocks, each, strict=True)
+                    dots |= {block.spec.name: dot for block, dot in named if _touches(block, vector)}
         if rest:
             inside = {name: block.spec.name for block in rest.values() for name in block.spec.parameters}
             given_rest = {name: t for name, t in vector.items() if name in inside}

@@ -4,6 +4,7 @@ Legend: Y the block's parameters or their gradient as a matrix, o outputs, m inp
 eigenvectors of G and A. A and G are the two sides of the block. The clip raises damped eigenvalues to at least largest/κ_max.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,6 +19,9 @@ from gramian.linalg import WIDEST_DENSE, BlockDiagonal, Clip, Dense, Diagonal, D
 from gramian.linalg.factors.factor import Decomposable, raised
 from gramian.linalg.factors.factor_transfer import What, prepare_power
 from gramian.linalg.wide import padded
+
+PARTS = 8
+"""Number of parts of a gradient that are multiplied one after the other inside of a memory budget."""
 
 
 @dataclass
@@ -91,6 +95,8 @@ class Block:
     """True if EK-FAC's eigenvalues are measured for this block in place of K-FAC's."""
     correction: Correction | None = None
     """EK-FAC's eigenvalues and their basis; None until they are measured."""
+    parts: int = 1
+    """Number of parts of Y's columns that a side multiplies one after the other: `PARTS` inside of a memory budget."""
 
     def with_factors(self, A: Factor | None, G: Factor, facts: Facts) -> "Block":
         """A copy of this block with new factors and facts; damping, clips and EK-FAC eigenvalues of the old ones are reset."""
@@ -206,10 +212,23 @@ class Block:
         value = damping.lambda_A if side == "A" else damping.lambda_G
         if p == -1 and self.solves(side, factor, value, damping):
             with factor.products(value):
-                return factor.solve(y_NK, value, first_jitter)
-        out = factor.power(y_NK, p, value, damping.max_condition)
+                return self._in_parts(factor, y_NK, lambda y_NC: factor.solve(y_NC, value, first_jitter))
+        out = self._in_parts(factor, y_NK, lambda y_NC: factor.power(y_NC, p, value, damping.max_condition))
         if damping.max_condition is not None and side not in self.clips:
             self.clips[side] = self.factors[side].clip(value, damping.max_condition)
+        return out
+
+    def _in_parts(self, factor: Factor, y_NK: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """`function`, which maps columns to columns, of Y, a part of the columns at a time: one part alone is in float64."""
+        step = -(-y_NK.shape[1] // self.parts)
+        if step in (0, y_NK.shape[1]) or isinstance(factor, Diagonal | BlockDiagonal):
+            return function(y_NK)
+        first = function(y_NK[:, :step])
+        out = first.new_empty(y_NK.shape)
+        out[:, :step] = first
+        del first
+        for start in range(step, y_NK.shape[1], step):
+            out[:, start : start + step] = function(y_NK[:, start : start + step])
         return out
 
     def working_dtype(self, y: torch.dtype, p: float) -> torch.dtype:

@@ -37,14 +37,14 @@ def known_head(root: nn.Module, head: str | None) -> str | None:
     return names.get(id(module)) if module is not None else None
 
 
-def compiled_head(model: nn.Module) -> str | None:
+def compiled_head(model: nn.Module, always: bool = False) -> str | None:
     """Name of the layer that makes the output of a model of which `torch.compile` hides it; None if that cannot be found.
 
     Its eager forward is run on the meta device, where nothing is computed, with an input that its first layer accepts: the
     result is the layer whose output, up to views and casts, it returns, as a forward of the model in eager mode would show. A
-    model that is not compiled, needs several arguments, or decides by values has none.
+    model that needs several arguments or decides by values has none, nor one that is not compiled, unless `always`.
     """
-    if not any(is_compiled(module) for module in model.modules()):
+    if not always and not any(is_compiled(module) for module in model.modules()):
         return None
     root = unwrap(model)
     for tokens in _inputs_of(root):

@@ -1,6 +1,7 @@
 """Bytes while a block's damped Fisher, raised to a power, multiplies a matrix Y [o, m]."""
 
 from gramian.core.dtypes import HALF
+from gramian.curvature.blocks.block import PARTS
 from gramian.curvature.memory.block_form import BlockForm
 from gramian.curvature.memory.factor_shape import DOUBLE, FactorShape
 from gramian.linalg.wide import piece_entries
@@ -28,7 +29,8 @@ def apply_bytes(form: BlockForm, A: FactorShape | None, G: FactorShape) -> int:
 
 def _one_side(form: BlockForm, shape: FactorShape, width: int, e: int, image: int) -> int:
     """Bytes while one factor multiplies a matrix of `width` columns in numbers of `e` bytes; `image`: bytes of the result."""
-    each = width if form.decomposed else piece_entries(width, shape.side) // shape.side  # columns at a time
+    part = -(-width // PARTS) if form.budgeted else width  # columns at a time
+    each = part if form.decomposed else piece_entries(part, shape.side) // shape.side
     result = image if each < width else 0
     inverse = 0 if form.decomposed else e * shape.small * (2 if 2 * each >= shape.columns else 1)  # or a solve's copy
     inner = 2 * e * shape.columns * each

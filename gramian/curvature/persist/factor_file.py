@@ -96,13 +96,7 @@ def write(saved: Mapping[str, Any], path: str) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    tensors: dict[str, Tensor] = {"generator": saved["generator"]}
-    factors: dict[str, dict[str, Any]] = {}
-    for number, parts in saved["factors"].items():
-        factors[number] = {name: value for name, value in parts.items() if not isinstance(value, Tensor)}
-        tensors |= {f"{number}.{name}": t.contiguous() for name, t in parts.items() if isinstance(t, Tensor)}
-    header = json.dumps({**{name: value for name, value in saved.items() if name != "generator"}, "factors": factors})
-    tensors = {name: t.cpu().clone() for name, t in tensors.items()}
+    header, tensors = flattened(saved)
     try:
         with replacing(Path(path)) as temporary:
             save_file(tensors, temporary, metadata={"gramian": header, "sha256": _digest(header, tensors)})
@@ -110,6 +104,28 @@ def write(saved: Mapping[str, Any], path: str) -> None:
         raise GramianError(
             f"path: {path!r} cannot be written ({error}); expected a file in a folder that exists"
         ) from None
+
+
+def flattened(saved: Mapping[str, Any]) -> tuple[str, dict[str, Tensor]]:
+    """(all that is not a tensor as JSON, {name: tensor on the host}) of a value of `state_dict`."""
+    tensors: dict[str, Tensor] = {"generator": saved["generator"]}
+    factors: dict[str, dict[str, Any]] = {}
+    for number, parts in saved["factors"].items():
+        factors[number] = {name: value for name, value in parts.items() if not isinstance(value, Tensor)}
+        tensors |= {f"{number}.{name}": t.contiguous() for name, t in parts.items() if isinstance(t, Tensor)}
+    header = json.dumps({**{name: value for name, value in saved.items() if name != "generator"}, "factors": factors})
+    return header, {name: t.cpu().clone() for name, t in tensors.items()}
+
+
+def nested(header: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The value of `state_dict` that `flattened` took apart; a ValueError, KeyError or TypeError if it is damaged."""
+    entries: dict[str, Any] = json.loads(header)
+    entries["generator"] = tensors["generator"]
+    for name, t in tensors.items():
+        number, _, part = name.partition(".")
+        if part:
+            entries["factors"][number][part] = t
+    return entries
 
 
 def _frozen(root: nn.Module | None) -> list[str]:
@@ -167,14 +183,9 @@ def read(path: str) -> dict[str, Any]:
     if metadata.get("sha256") != _digest(metadata["gramian"], tensors):
         raise GramianError(f"{path}: is damaged (its checksum is another); expected a file written by kfac.save")
     try:
-        entries: dict[str, Any] = json.loads(metadata["gramian"])
-        entries["generator"] = tensors.pop("generator")
-        for name, t in tensors.items():
-            number, _, part = name.partition(".")
-            entries["factors"][number][part] = t
+        return nested(metadata["gramian"], tensors)
     except (ValueError, KeyError, TypeError):
         raise GramianError(f"{path}: its gramian header is damaged; expected a file written by kfac.save") from None
-    return entries
 
 
 def _digest(header: str, tensors: Mapping[str, Tensor]) -> str:

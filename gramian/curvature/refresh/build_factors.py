@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gramian.core.errors import GramianError
 from gramian.core.keyed_random import token_keys
-from gramian.curvature.blocks.block import Block, Facts
+from gramian.curvature.blocks.block import PARTS, Block, Facts
 from gramian.curvature.blocks.block_specs import Spec
 from gramian.curvature.blocks.damping import resolve
 from gramian.curvature.options import Options
@@ -288,12 +288,13 @@ def _refuse_not_finite(fresh: Mapping[str, Block], averaged: Mapping[str, Block]
 
 
 def settle_damping(blocks: Collection[Block], options: Options) -> None:
-    """Set `block.damping` (λ_A, λ_G and π) of every block from the options and the traces, which waits for the device."""
+    """Set `damping` (λ_A, λ_G and π) and `parts` of blocks from the options and the traces, which waits for the device."""
     traces = fetch_traces([factor for block in blocks for factor in block.factors.values()])
     for block in blocks:
         A, G = block.A, block.G
         means = None if A is None else (traces[id(A)] / A.dim, traces[id(G)] / G.dim)
         block.damping = resolve(options.damping_mode, options.lambdas, options.max_condition, means)
+        block.parts = 1 if options.budget is None else PARTS
 
 
 Merged = dict[tuple[int, int], tuple[Factor, float]]

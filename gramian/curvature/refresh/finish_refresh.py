@@ -80,12 +80,12 @@ def finish(state: CurvatureState, cap: KFACCapture) -> None:
         drop_refresh(state, f"{type(error).__name__} while {activity}")
         raise
     _refuse_uncovered(state, fresh)
-    state.head = agreed.head
+    state.head = agreed.head or state.head  # an optimizer leaves its layer out of later refreshes, which cannot see it
     state.refreshes += 1
     state.last_refresh = state.steps - 1
     for block in fresh.values():
         block.facts.step = state.last_refresh
-    state.blocks = {**state.blocks, **fresh}
+    state.blocks, state.ready = {**state.blocks, **fresh}, None  # operators hold the factors that they were made of
     state.earlier = before if state.options.ema_decay else {}
     state.softmax_checked = state.softmax_checked or not statistic.check_softmax
     state.seconds = {"build": time.perf_counter() - started}

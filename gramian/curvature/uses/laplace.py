@@ -70,7 +70,7 @@ class Laplace:
         """Copy the model's parameters as means of the posterior.
 
         Args:
-            kfac: the Fisher of one loss term; its own damping and clip are not used.
+            kfac: the Fisher of one loss term, which must not be refreshed any more; its own damping and clip are not used.
             model: θ is copied. Parameters without a Fisher block have no distribution and are in no sample.
             n: number of loss terms in the data (tokens, for a language model).
             prior_precision: τ > 0, the precision (inverse variance) of the Gaussian prior on every parameter.
@@ -80,6 +80,7 @@ class Laplace:
         shapes = fisher_parameters(kfac)
         parameters = parameters_of(model, shapes)
         self.kfac, self.n, self.prior_precision = kfac, float(n), float(prior_precision)
+        self._blocks = kfac.kfac_factors
         self.mean = {name: full_vector(parameters[name].detach()).clone() for name in shapes}
         """Means of the posterior: {parameter: tensor} for the parameters that have a Fisher block."""
         self.fixed = [name for name, p in parameters.items() if p.requires_grad and name not in self.mean]
@@ -113,6 +114,7 @@ class Laplace:
             {parameter: tensor} of the same parameters, in float32 or float64.
         """
         check_vector("vector", vector)
+        self._refuse_other_factors()
         missing = next((name for name in self.mean if name not in vector), None)
         if missing is not None:
             raise GramianError(f"vector: lacks {missing}; expected every parameter that has curvature")
@@ -140,6 +142,7 @@ class Laplace:
             prior_mean: μ, {parameter: tensor}; None and missing parameters: 0.
         """
         check_number("log_likelihood", log_likelihood)
+        self._refuse_other_factors()
         prior_mean = {} if prior_mean is None else prior_mean
         check_vector("prior_mean", prior_mean)
         unknown = next((name for name in prior_mean if name not in self.mean), None)
@@ -163,3 +166,10 @@ class Laplace:
             parameters=size,
             error=0.5 * of_one_term.get("error", {}).get("log_det", 0.0),
         )
+
+    def _refuse_other_factors(self) -> None:
+        """Raise a GramianError if the Fisher is not that of the means any more."""
+        if self.kfac.kfac_factors is not self._blocks:
+            raise GramianError(
+                "kfac: was refreshed or loaded after Laplace took the parameters; expected an object of its own"
+            )

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from gramian.kernels._triton_tiles import load_tile
+from gramian.kernels._triton_tiles import load_tile, tensor_at
 
 
 @triton.jit
@@ -36,10 +36,11 @@ def tile_pair(index, tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def _add_gram(
-    gram, x, sample, row, column, stride_b, stride_t, stride_n, tokens, width,
-    TILE: tl.constexpr, DEPTH: tl.constexpr, DESCRIPTOR: tl.constexpr,
+    gram, table, place, sample, row, column, stride_b, stride_t, stride_n, samples, tokens, width,
+    DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
     """gram + X[row : row + TILE] · X[column : column + TILE]ᵀ for one sample X [tokens, features]; returns [TILE, TILE]."""
+    x = tensor_at(table, place, samples, tokens, width, stride_b, stride_t, DTYPE, ALIGNMENT, TILE, DEPTH, DESCRIPTOR)
     for k in range(0, width, DEPTH):
         x_row = load_tile(x, sample, row, k, stride_b, stride_t, stride_n, tokens, width, TILE, DEPTH, DESCRIPTOR)
         x_column = load_tile(x, sample, column, k, stride_b, stride_t, stride_n, tokens, width, TILE, DEPTH, DESCRIPTOR)
@@ -49,42 +50,49 @@ def _add_gram(
 
 @triton.jit
 def gram_squares(
-    sums, diagonals, right, left_0, left_1, left_2, left_3, tokens, tiles, pairs,
+    sums, table, samples, tokens, tiles, pairs,
     right_b, right_t, right_n, right_width, left_0_b, left_0_t, left_0_n, left_0_width,
     left_1_b, left_1_t, left_1_n, left_1_width, left_2_b, left_2_t, left_2_n, left_2_width,
     left_3_b, left_3_t, left_3_n, left_3_width,
+    RIGHT: tl.constexpr, LEFT: tl.constexpr, ALIGNMENT: tl.constexpr,
     LEFTS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
-    """One sample, one pair of token tiles: the sum of S_right ⊙ S_left over the pair, and its part on the diagonal.
+    """One layer, sample and pair of token tiles: the sum of S_right ⊙ S_left over the pair, and its part on the diagonal.
 
-    S_right = RRᵀ and S_left = Σ_k L_k L_kᵀ are Gram matrices over T tokens, of R [T, N] and of one to four L_k [T, M_k]. Pairs
-    off the diagonal count twice.
+    S_right = RRᵀ and S_left = Σ_k L_k L_kᵀ are Gram matrices over T tokens, of R [T, N] and of one to four L_k [T, M_k], whose
+    addresses are in `table`, by layer. Pairs off the diagonal count twice.
     """
     program = tl.program_id(0)
-    sample = program // pairs
+    sample = program // pairs % samples
+    layer = program // (pairs * samples) * (LEFTS + 1)
     row_tile, column_tile = tile_pair(program % pairs, tiles, GROUP)
     row = row_tile * TILE
     column = column_tile * TILE
 
     s_right = tl.zeros((TILE, TILE), tl.float32)
     s_right = _add_gram(
-        s_right, right, sample, row, column, right_b, right_t, right_n, tokens, right_width, TILE, DEPTH, DESCRIPTOR
-    )
+        s_right, table, layer, sample, row, column, right_b, right_t, right_n, samples, tokens, right_width,
+        RIGHT, ALIGNMENT, TILE, DEPTH, DESCRIPTOR,
+    )  # fmt: skip
     s_left = tl.zeros((TILE, TILE), tl.float32)
     s_left = _add_gram(
-        s_left, left_0, sample, row, column, left_0_b, left_0_t, left_0_n, tokens, left_0_width, TILE, DEPTH, DESCRIPTOR
-    )
+        s_left, table, layer + 1, sample, row, column, left_0_b, left_0_t, left_0_n, samples, tokens, left_0_width,
+        LEFT, ALIGNMENT, TILE, DEPTH, DESCRIPTOR,
+    )  # fmt: skip
     if LEFTS > 1:
         s_left = _add_gram(
-            s_left, left_1, sample, row, column, left_1_b, left_1_t, left_1_n, tokens, left_1_width, TILE, DEPTH, DESCRIPTOR
+            s_left, table, layer + 2, sample, row, column, left_1_b, left_1_t, left_1_n, samples, tokens, left_1_width,
+            LEFT, ALIGNMENT, TILE, DEPTH, DESCRIPTOR,
         )  # fmt: skip
     if LEFTS > 2:
         s_left = _add_gram(
-            s_left, left_2, sample, row, column, left_2_b, left_2_t, left_2_n, tokens, left_2_width, TILE, DEPTH, DESCRIPTOR
+            s_left, table, layer + 3, sample, row, column, left_2_b, left_2_t, left_2_n, samples, tokens, left_2_width,
+            LEFT, ALIGNMENT, TILE, DEPTH, DESCRIPTOR,
         )  # fmt: skip
     if LEFTS > 3:
         s_left = _add_gram(
-            s_left, left_3, sample, row, column, left_3_b, left_3_t, left_3_n, tokens, left_3_width, TILE, DEPTH, DESCRIPTOR
+            s_left, table, layer + 4, sample, row, column, left_3_b, left_3_t, left_3_n, samples, tokens, left_3_width,
+            LEFT, ALIGNMENT, TILE, DEPTH, DESCRIPTOR,
         )  # fmt: skip
 
     product = s_right * s_left
@@ -96,4 +104,4 @@ def gram_squares(
     else:
         total = total * 2.0
     tl.store(sums + program, total)
-    tl.store(diagonals + program, on_diagonal)
+    tl.store(sums + tl.num_programs(0) + program, on_diagonal)

@@ -4,6 +4,7 @@ B samples, T tokens, M and N features; s and t run over tokens. L and R are the 
 gradient of a weight, such as output gradients and inputs of a linear layer.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,19 @@ from torch import Tensor
 
 from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
-from gramian.kernels.launch import Tiles, cheapest, on_device, operand, takes_kernel, wants_descriptors
+from gramian.kernels.launch import (
+    Tiles,
+    alignment,
+    cheapest,
+    fitted,
+    on_device,
+    scratch_for_descriptors,
+    strides,
+    table,
+    takes_kernel,
+    triton_dtype,
+    wants_descriptors,
+)
 from gramian.plan.norm_algorithm import CHUNK_ELEMENTS
 
 MOST_LEFTS = 4
@@ -46,9 +59,16 @@ def gram_squares(lefts: Sequence[Tensor], right_BTN: Tensor) -> tuple[Tensor, Te
     for left in lefts:
         if left.shape[:2] != right_BTN.shape[:2]:
             raise GramianError(f"lefts: {list(left.shape)} beside right {list(right_BTN.shape)}, B and T must agree")
-    if takes_kernel(right_BTN, *lefts):
-        return gram_squares_kernel(lefts, right_BTN)
-    return gram_squares_twin(lefts, right_BTN)
+    squares_1B, diagonals_1B = gram_squares_of_layers([[right_BTN, *lefts]])
+    return squares_1B[0], diagonals_1B[0]
+
+
+def gram_squares_of_layers(layers: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
+    """`gram_squares` of K layers R, L₁, L₂, …, each of one layout (`launch.layout`): [K, B] both; one launch on a GPU."""
+    if takes_kernel(*layers[0]):
+        return gram_squares_kernel(layers)
+    squares, diagonals = zip(*(gram_squares_twin(layer[1:], layer[0]) for layer in layers), strict=True)
+    return torch.stack(squares), torch.stack(diagonals)
 
 
 @torch.no_grad()
@@ -73,14 +93,13 @@ def gram_squares_twin(lefts: Sequence[Tensor], right_BTN: Tensor) -> tuple[Tenso
 
 @torch.no_grad()
 def gram_squares_kernel(
-    lefts: Sequence[Tensor],
-    right_BTN: Tensor,
+    layers: Sequence[Sequence[Tensor]],
     *,
     tiles: Tiles | None = None,
     group: int = 8,
     descriptor: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`gram_squares`, Σ_k ‖L_kᵀR‖², in Triton: one program per sample and pair of token tiles on or above the diagonal.
+    """`gram_squares_of_layers` in Triton: one program per layer, sample and pair of token tiles on or above the diagonal.
 
     The Gram tiles of R and of all L_k accumulate in registers, are multiplied there and summed to one float; torch sums these.
     Pairs off the diagonal count twice. `tiles`: square tile sizes, None: the fastest; `group`: number of tile columns whose
@@ -89,27 +108,39 @@ def gram_squares_kernel(
     """
     from gramian.kernels.norms import _triton_gram_squares as triton_kernels
 
-    samples, tokens = right_BTN.shape[:2]
-    operands = [right_BTN, *lefts]
+    layers = [_with_lefts_of_one_dtype(layer) for layer in layers]
+    first = layers[0]
+    samples, tokens = first[0].shape[:2]
     if tiles is None:
-        choices = _HALF if all(tensor.element_size() == 2 for tensor in operands) else _SINGLE
-        tiles = cheapest([(choice, samples * _pairs(tokens, choice.rows)) for choice in choices], right_BTN)
+        choices = _HALF if all(tensor.element_size() == 2 for tensor in first) else _SINGLE
+        programs = [(choice, len(layers) * samples * _pairs(tokens, choice.rows)) for choice in choices]
+        tiles = cheapest(programs, first[0])
     if descriptor is None:
-        descriptor = wants_descriptors(*operands)
+        descriptor = wants_descriptors(*first)
     pairs = _pairs(tokens, tiles.rows)
-    sums_2BP = right_BTN.new_empty((2, samples, pairs), dtype=torch.float32)
-    if sums_2BP.numel():
-        given = [operand(tensor, descriptor, tiles.rows, tiles.depth) for tensor in operands]
-        shapes: list[Any] = [(*tensor.stride(), tensor.shape[2]) for tensor in operands]
-        unused = MOST_LEFTS - len(lefts)
-        with on_device(right_BTN):
-            triton_kernels.gram_squares[(samples * pairs,)](
-                *sums_2BP, *given, *[given[0]] * unused, tokens, -(-tokens // tiles.rows), pairs,
-                *[number for shape in shapes + [shapes[0]] * unused for number in shape],
-                LEFTS=len(lefts), TILE=tiles.rows, DEPTH=tiles.depth, GROUP=group, DESCRIPTOR=descriptor, **tiles.options,
+    sums_2KBP = first[0].new_empty((2, len(layers), samples, pairs), dtype=torch.float32)
+    if sums_2KBP.numel():
+        layers = [[fitted(tensor, descriptor) for tensor in layer] for layer in layers]
+        shapes: list[Any] = [(*strides(tensor, descriptor), tensor.shape[2]) for tensor in layers[0]]
+        unused = MOST_LEFTS + 1 - len(first)
+        with on_device(first[0]):
+            if descriptor:
+                scratch_for_descriptors()
+            triton_kernels.gram_squares[(len(layers) * samples * pairs,)](
+                sums_2KBP, table(layers), samples, tokens, -(-tokens // tiles.rows), pairs,
+                *[number for shape in shapes for number in shape], *[None] * (4 * unused),
+                RIGHT=triton_dtype(first[0].dtype), LEFT=triton_dtype(first[1].dtype), ALIGNMENT=alignment(layers),
+                LEFTS=len(first) - 1, TILE=tiles.rows, DEPTH=tiles.depth, GROUP=group, DESCRIPTOR=descriptor,
+                **tiles.options,
             )  # fmt: skip
-    squares_B, diagonal_B = sums_2BP.sum(2, dtype=torch.float64).float()
-    return squares_B, diagonal_B
+    squares_KB, diagonals_KB = sums_2KBP.sum(3, dtype=torch.float64).float()
+    return squares_KB, diagonals_KB
+
+
+def _with_lefts_of_one_dtype(layer: Sequence[Tensor]) -> list[Tensor]:
+    right, *lefts = layer
+    dtype = functools.reduce(torch.promote_types, [left.dtype for left in lefts])
+    return [right, *(left.to(dtype) for left in lefts)]
 
 
 def _pairs(tokens: int, tile: int) -> int:

@@ -113,13 +113,22 @@ def _prv(history: History, delta: float) -> float:
 
 def _rdp(history: History, delta: float) -> float:
     from opacus.accountants import RDPAccountant
+    from opacus.accountants.analysis.rdp import get_privacy_spent
 
-    accountant = RDPAccountant()
-    accountant.history = list(history)
-    usual = float(accountant.get_epsilon(delta))
-    if usual > LARGE_ORDERS_BELOW:
-        return usual
-    return min(usual, float(accountant.get_epsilon(delta, alphas=list(LARGE_ORDERS))))
+    def bound(orders: tuple[float, ...]) -> float:
+        total = sum(run[2] * _divergences(run[0], run[1], orders) for run in history)
+        return float(get_privacy_spent(orders=list(orders), rdp=total, delta=delta)[0])
+
+    usual = bound(tuple(RDPAccountant.DEFAULT_ALPHAS))
+    return usual if usual > LARGE_ORDERS_BELOW else min(usual, bound(LARGE_ORDERS))
+
+
+@lru_cache(maxsize=1024)
+def _divergences(sigma: float, rate: float, orders: tuple[float, ...]) -> Any:
+    """Rényi divergence of one step at each order; that of n steps is n times as large. Cost: some 20 ms; cached."""
+    from opacus.accountants.analysis.rdp import compute_rdp
+
+    return compute_rdp(q=rate, noise_multiplier=sigma, steps=1, orders=list(orders))
 
 
 def _gdp(history: History, delta: float) -> float:

@@ -37,7 +37,7 @@ class BypassDetector:
 
     def watch(self, name: str, tensor: Tensor) -> None:
         """Hook a tensor that is used for the trained parameter `name`: a gradient that reaches it raises a `GramianError`."""
-        if name in self._names and tensor.requires_grad and tensor.is_leaf and id(tensor) not in self._watched:
+        if id(tensor) not in self._watched and name in self._names and tensor.requires_grad and tensor.is_leaf:
             self._watched[id(tensor)] = tensor
             self._handles.append(tensor.register_hook(partial(self._refuse, name)))
 

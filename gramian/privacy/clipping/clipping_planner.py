@@ -81,8 +81,8 @@ class ClippingPlanner:
 
     def see(self, tap: Any, inputs: list[Tensor], output: Any) -> None:
         """Record the shapes of the inputs and the output of one call of a layer in the present forward."""
-        made = (tuple(output.shape), output.dtype) if isinstance(output, Tensor) else None
-        self._uses.setdefault(self._number, []).append((tap, tuple((tuple(t.shape), t.dtype) for t in inputs), made))
+        made = (output.shape, output.dtype) if isinstance(output, Tensor) else None
+        self._uses.setdefault(self._number, []).append((tap, tuple([(t.shape, t.dtype) for t in inputs]), made))
 
     def newest(self) -> ClippingPlan | None:
         """The plan for the last forward; None if its shapes are not known (a compiled forward does not report them)."""

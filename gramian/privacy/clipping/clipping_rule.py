@@ -47,6 +47,7 @@ class Clipping:
     per_sample = True
     batch_size: int | None = None
     takes_shares = True
+    reads_calls = False
     only: frozenset[str] | None = None
     statistics = ()
     sample_ids: Tensor | None = None
@@ -171,7 +172,7 @@ class Clipping:
         return PassInfo(number, batch, units, None, None, factor, self._options.loss_scale)
 
     def layer(self, record: LayerRecord) -> None:
-        """Do nothing with the record of a layer: clipping works on parameter records."""
+        """Do nothing, and not called: clipping works on parameter records."""
 
     def watch(self, parameter: str, tensor: Tensor) -> None:
         """Check that a forward uses the optimizer's own tensor for a parameter, and report it to `on_watch`.

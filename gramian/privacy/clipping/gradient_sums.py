@@ -66,6 +66,8 @@ class GradientSums:
         """Sums of earlier micro-batches of this draw: this process's part, in float32 or float64, without the loss scale."""
         self._wide_sums: dict[str, Tensor] = {}
         """{half-precision parameter: float32 sum of which `p.grad` is the rounded copy; this process's part}."""
+        self._unrounded: dict[str, Tensor] = {}
+        """Sums of this backward that will be in `_wide_sums`, when `p.grad` is their rounded copy."""
         self._versions = WeakTensorKeyDictionary()
         """{`p.grad` of a parameter in `_wide_sums`: its version counter after the last backward}."""
         self.watch = ChangeDetector(trained)
@@ -109,6 +111,7 @@ class GradientSums:
         """
         while self._arriving:
             self._land()
+        self._round()
         changed, self._changed = self._changed(), lambda: []
         if any(changed):
             self.forget()
@@ -203,11 +206,17 @@ class GradientSums:
         part = local(total)
         if p.grad is not None:
             part = self._wide(name, Scaling()).add_(part)
-        part = _laid_out(wide(part), local(p.detach()))
-        p.grad = as_sharded(
-            part.to(p.dtype), p
-        )  # at once: the device still sums the next ones while the host does this
-        self._wide_sums[name] = part
+        p.grad, self._unrounded[name] = None, _laid_out(wide(part), local(p.detach()))
+
+    def _round(self) -> None:
+        """Set `p.grad` of half-precision parameters to the rounded copies of their sums, in few launches."""
+        sums, self._unrounded = self._unrounded, {}
+        copies = [torch.empty_like(part, dtype=self.trained[name].dtype) for name, part in sums.items()]
+        if copies:
+            torch._foreach_copy_(copies, list(sums.values()))
+        for name, copy in zip(sums, copies, strict=True):
+            self.trained[name].grad = as_sharded(copy, self.trained[name])
+        self._wide_sums |= sums
 
     def _wide(self, name: str, scaling: Scaling) -> Tensor:
         """This process's part of `p.grad` as a new float32 or float64 tensor, without the loss scale the engine removes."""
@@ -228,6 +237,7 @@ class GradientSums:
         self.watch.clear()
         self.moved.clear()
         self._wide_sums.clear()
+        self._unrounded.clear()
         for p in self.trained.values():
             p.grad = None
 

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from gramian.kernels.launch import layout
 from gramian.kernels.sums.weighted_sum import row_squares
 from gramian.privacy.clipping.clip_factors import ClippedBatch
 from gramian.privacy.clipping.clipping_plan import ClippingRow
@@ -20,7 +21,7 @@ from gramian.privacy.clipping.clipping_work import ClippingWork, DoubtfulNorms
 from gramian.privacy.clipping.deferred_read import read_later
 from gramian.privacy.metric.metric_block import MetricBlock
 from gramian.taps.gradients import ExplicitGradient, GroupedOuter, Outer, PerSampleGradient
-from gramian.taps.gradients.outer import direct_of, gram_of, same_tensor
+from gramian.taps.gradients.outer import direct_of, gram_of, gram_sides, same_tensor
 from gramian.taps.records import ParameterRecord
 
 LARGEST_GRAM_GROUP = 4
@@ -67,13 +68,40 @@ def add_norms(work: ClippingWork, record: ParameterRecord, row: ClippingRow) -> 
 
 
 def add_waiting(work: ClippingWork) -> None:
-    """Add the norms of the products that waited for the end of the backward, and of the last group of layers."""
+    """Add the norms of the products that waited for the end of the backward, and of the last group of layers.
+
+    Gram matrices of groups of layers whose sides have one layout, such as those of all blocks of a transformer, are one launch.
+    """
+    alike: dict[Any, list[dict[str, Outer]]] = {}
+    for group in _gram_groups(work):
+        key = (
+            layout(*gram_sides([*group.values()])),
+            next(iter(group)) if work.stopwatch.on else "",
+        )  # timed one by one
+        alike.setdefault(key, []).append(group)
+    for groups in alike.values():
+        name, gradient = next(iter(groups[0].items()))
+        with work.time("norm", name, gradient, "gram"):
+            squares_KB, doubtful_KB = gram_of([[*group.values()] for group in groups])
+        for group, squares_B, doubtful_B in zip(groups, squares_KB, doubtful_KB, strict=True):
+            _add_doubtful(work, group, squares_B, doubtful_B)
+    flush_gram_group(work)
+
+
+def _gram_groups(work: ClippingWork) -> list[dict[str, Outer]]:
+    """The products that waited, in groups of consecutive ones that share a side; those without Gram matrices are done now."""
+    groups: list[dict[str, Outer]] = []
     for name, gradient in work.waiting.items():
         way = work.rows[name].way
-        with work.time("norm", name, gradient, way):
-            _add_product_norms(work, name, gradient, way, at_once=False)
+        if way == "gram" and isinstance(gradient, Outer):
+            if not (groups and _joins(work, groups[-1], name, gradient)):
+                groups.append({})
+            groups[-1][name] = gradient
+        else:
+            with work.time("norm", name, gradient, way):
+                _add_product_norms(work, name, gradient, way, at_once=False)
     work.waiting.clear()
-    flush_gram_group(work)
+    return groups
 
 
 def _add_product_norms(
@@ -117,7 +145,10 @@ def _measure_in_metric(
         work.add(next(iter(gradients)), block.squares(gradients) if outer is None else outer.squared_norms())
         return
     way = way if way in ("gram", "direct") else outer.algorithm("auto")
-    squares_B, doubtful_B = gram_of([outer]) if way == "gram" else direct_of(outer)
+    if way == "gram":
+        (squares_B,), (doubtful_B,) = gram_of([[outer]])
+    else:
+        squares_B, doubtful_B = direct_of(outer)
     _add_doubtful(work, gradients, squares_B, doubtful_B, block.squares)
 
 
@@ -133,14 +164,18 @@ def _join_gram_group(work: ClippingWork, name: str, gradient: Outer, at_once: bo
 
     A group that is full or shares nothing with the layer is computed first; with `at_once` the new group is computed now.
     """
-    group = work.gram_group
-    groups = work.clip.groups
-    other_norm = any(groups[other] != groups[name] for other in group)
-    if group and (other_norm or len(group) == LARGEST_GRAM_GROUP or not _share_a_side([*group.values(), gradient])):
+    if work.gram_group and not _joins(work, work.gram_group, name, gradient):
         flush_gram_group(work)
     work.gram_group[name] = gradient
     if at_once:
         flush_gram_group(work)
+
+
+def _joins(work: ClippingWork, group: Mapping[str, Outer], name: str, gradient: Outer) -> bool:
+    """True if a group is not full, and a layer shares an input or output gradient and the norm with all of it."""
+    of_norm = work.clip.groups
+    one_norm = all(of_norm[other] == of_norm[name] for other in group)
+    return one_norm and len(group) < LARGEST_GRAM_GROUP and _share_a_side([*group.values(), gradient])
 
 
 def _share_a_side(outers: Sequence[Outer]) -> bool:
@@ -154,7 +189,8 @@ def flush_gram_group(work: ClippingWork) -> None:
     """Compute the norms of the layers in `work.gram_group`, and empty it."""
     if work.gram_group:
         outers, work.gram_group = work.gram_group, {}
-        _add_doubtful(work, outers, *gram_of([*outers.values()]))
+        (squares_B,), (doubtful_B,) = gram_of([[*outers.values()]])
+        _add_doubtful(work, outers, squares_B, doubtful_B)
 
 
 def _sum_of_squares(gradients: Mapping[str, PerSampleGradient]) -> Tensor:

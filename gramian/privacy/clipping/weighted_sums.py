@@ -1,17 +1,22 @@
 """Clipped sums Σ_i c_i g_i (clip factors c_i) of a backward, by parameter, from the gradients saved with its norms."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from gramian.core.dtypes import wide_dtype
+from gramian.kernels.launch import layout
+from gramian.kernels.sums.weighted_product import products_of_one_launch
 from gramian.privacy.clipping.clipping_work import ClippingWork
-from gramian.taps.gradients import ExplicitGradient, PerSampleGradient
+from gramian.taps.gradients import ExplicitGradient, Outer, PerSampleGradient
+from gramian.taps.gradients.outer import weighted_totals
 from gramian.taps.records import ParameterRecord
 
-PRODUCTS_AHEAD = 4
+LAUNCHES_AHEAD = 2
 EXPLICIT_SHARE_AHEAD = 0.5
-"""Limits of `sum_ahead`, which starts sums before the clip factors are confirmed: at most PRODUCTS_AHEAD sums by matrix
-products, and sums of explicit gradients up to EXPLICIT_SHARE_AHEAD times the bytes of these gradients."""
+"""Limits of `sum_ahead`, which starts sums before the clip factors are confirmed: at most LAUNCHES_AHEAD launches for sums by
+matrix products, and sums of explicit gradients up to EXPLICIT_SHARE_AHEAD times the bytes of these gradients."""
 
 
 def sum_small(work: ClippingWork) -> None:
@@ -26,42 +31,75 @@ def sum_small(work: ClippingWork) -> None:
 
 def sum_ahead(work: ClippingWork) -> list[str]:
     """Start some clipped sums while the host waits for the check of the clip factors; returns the names of their parameters."""
-    ahead, products = [], PRODUCTS_AHEAD
+    launches = LAUNCHES_AHEAD
     explicit = [saved.gradient for saved in work.saved.values() if isinstance(saved.gradient, ExplicitGradient)]
     room = EXPLICIT_SHARE_AHEAD * sum(gradient.gradients_B.nbytes for gradient in explicit)
+    ahead: list[str] = []
     for name, p in work.trained.items():
-        if name in work.saved:
+        if name in work.saved and name not in work.totals:
             if isinstance(work.saved[name].gradient, ExplicitGradient):
                 room -= p.numel() * wide_dtype(p).itemsize
             else:
-                products -= 1
-            if min(products, room) < 0:
+                launches -= 1
+            if min(launches, room) < 0:
                 break
-            work.totals[name] = _sum_saved(work, name)
-            ahead.append(name)
+            ahead += _sum_saved(work, name)
     return ahead
 
 
 def take_sum(work: ClippingWork, name: str, *, release: bool) -> Tensor | None:
     """A parameter's clipped sum, computed now unless it was before; None if it got no gradient.
 
-    `release`: free the saved tensors of a sum that is computed now.
+    `release`: free the saved tensors of sums that are computed now.
     """
-    if name in work.totals:
-        return work.totals.pop(name)
-    if name not in work.saved:
-        return None
-    total = _sum_saved(work, name)
-    if release:
-        del work.saved[name]
-    return total
+    if name not in work.totals:
+        if name not in work.saved:
+            return None
+        for summed in _sum_saved(work, name):
+            if release:
+                del work.saved[summed]
+    return work.totals.pop(name)
 
 
-def _sum_saved(work: ClippingWork, name: str) -> Tensor:
-    saved = work.saved[name]
-    saved.check(name)
-    with work.time("clip", name, saved.gradient, work.rows[name].way):
-        return _weighted_sum(work, wide_dtype(work.trained[name]), saved.gradient, name)
+def _sum_saved(work: ClippingWork, name: str) -> list[str]:
+    """Compute the clipped sum of a parameter, and of others in the same launch, into `work.totals`; returns their names."""
+    names = _of_one_launch(work, name)
+    saved = [work.saved[other] for other in names]
+    for other, one in zip(names, saved, strict=True):
+        one.check(other)
+    gradient, dtype = saved[0].gradient, wide_dtype(work.trained[name])
+    with work.time("clip", name, gradient, work.rows[name].way):
+        if len(names) == 1:
+            work.totals[name] = _weighted_sum(work, dtype, gradient, name)
+        else:
+            outers = [one.gradient for one in saved if isinstance(one.gradient, Outer)]
+            work.totals.update(zip(names, weighted_totals(outers, _weights(work, gradient, name), dtype), strict=True))
+    return names
+
+
+def _of_one_launch(work: ClippingWork, name: str) -> list[str]:
+    """A parameter and those after it whose clipped sums are products of one layout, as many as one launch should form."""
+    if work.stopwatch.on or work.finite_runs is not None or name in work.recomputed:
+        return [name]
+    if not work.launches:
+        _plan_launches(work)
+    return [other for other in work.launches.get(name, [name]) if other not in work.recomputed]
+
+
+def _plan_launches(work: ClippingWork) -> None:
+    """Set `work.launches`."""
+    alike: dict[Any, list[str]] = {}
+    for name, saved in work.saved.items():
+        if isinstance(saved.gradient, Outer):
+            key = (layout(*saved.gradient.tensors()), wide_dtype(work.trained[name]), work.clip.groups[name])
+            alike.setdefault(key, []).append(name)
+    for names in alike.values():
+        first = work.saved[names[0]].gradient
+        assert isinstance(first, Outer)
+        size = products_of_one_launch(first.left_BTM, first.right_BTN)
+        for begin in range(0, len(names), size):
+            together = names[begin : begin + size]
+            work.launches |= dict.fromkeys(together, together)
 
 
 def sum_in_second_pass(work: ClippingWork, record: ParameterRecord) -> None:
@@ -76,19 +114,24 @@ def _weighted_sum(work: ClippingWork, dtype: torch.dtype, gradient: PerSampleGra
 
     Samples that are not finite are left out; recomputed gradients of parameter `name` replace those whose norms lost digits.
     """
-    assert work.factors is not None
-    device, group = gradient.tensors()[0].device, work.clip.groups[name]
-    if (device, group) not in work.weights:
-        work.weights[device, group] = (work.factors[group] * work.info.factor).to(device)
-    weights_B = work.weights[device, group]
+    weights_B = _weights(work, gradient, name)
     if name in work.recomputed:
         return _sum_with_recomputed(work, dtype, gradient, name)
     if work.finite_runs is None:
         return gradient.weighted_total(weights_B, dtype)
-    total = torch.zeros(gradient.shape, dtype=dtype, device=device)
+    total = torch.zeros(gradient.shape, dtype=dtype, device=weights_B.device)
     for start, stop in work.finite_runs:
         total += gradient.select(start, stop).weighted_total(weights_B[start:stop], dtype)
     return total
+
+
+def _weights(work: ClippingWork, gradient: PerSampleGradient, name: str) -> Tensor:
+    """Weights [B] of the gradients of a parameter, on their device: clip factor times the factor of the loss reduction."""
+    assert work.factors is not None
+    device, group = gradient.tensors()[0].device, work.clip.groups[name]
+    if (device, group) not in work.weights:
+        work.weights[device, group] = (work.factors[group] * work.info.factor).to(device)
+    return work.weights[device, group]
 
 
 def _sum_with_recomputed(work: ClippingWork, dtype: torch.dtype, gradient: PerSampleGradient, name: str) -> Tensor:

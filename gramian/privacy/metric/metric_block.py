@@ -44,7 +44,7 @@ class MetricSide:
         if self._matrix is None:
             return self._power(x, -0.5)
         dtype = torch.promote_types(wide_dtype(x), self._matrix.dtype)
-        with exact_products(self.factor.device):
+        with exact_products(self.factor.device.type):
             found: Tensor = x.to(dtype) @ self._matrix.to(dtype)
         return found
 
@@ -73,7 +73,7 @@ class MetricSide:
 
     def _power(self, x: Tensor, p: float) -> Tensor:
         flat_NK = x.reshape(-1, x.shape[-1]).mT.to(torch.promote_types(wide_dtype(x), self.factor.dtype))
-        with exact_products(self.factor.device):
+        with exact_products(self.factor.device.type):
             return self.factor.power(flat_NK, p, self.damping, self.max_condition).mT.reshape(x.shape)
 
 

@@ -94,7 +94,7 @@ class PublicMetric:
         if same:
             return
         self._kfac.state.checked_specs(self._root)
-        with torch.no_grad(), exact_products(self._device):
+        with torch.no_grad(), exact_products(self._device.type):
             found = {name: MetricBlock.of(block) for name, block in now.items()}
             self.rounding = max((_rounding(name, block) for name, block in found.items()), default=0.0)
         self.blocks = {parameter: block for block in found.values() for parameter in block.spec.parameters}
@@ -148,7 +148,7 @@ def _digest(blocks: Mapping[str, Block]) -> int:
         found.update(repr((name, block.damping, block.spec.parameters)).encode())
         for factor in block.factors.values():
             probe = torch.randn(factor.dim, 1, generator=generator).to(factor.device, factor.dtype)
-            with torch.no_grad(), exact_products(factor.device):
+            with torch.no_grad(), exact_products(factor.device.type):
                 found.update(factor.matvec(probe).cpu().numpy().tobytes())
     return int.from_bytes(found.digest(), "big") >> 33
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from gramian.core.dtypes import wide_dtype
 from gramian.kernels.norms.direct_squares import direct_squares
-from gramian.kernels.norms.gram_squares import gram_squares
+from gramian.kernels.norms.gram_squares import gram_squares_of_layers
 from gramian.kernels.sums.scaled_rows import scaled_rows
-from gramian.kernels.sums.weighted_product import weighted_product
+from gramian.kernels.sums.weighted_product import weighted_product, weighted_products
 from gramian.linalg.wide import wide, wide_bmm, wide_mm, wide_norms
 from gramian.plan.norm_algorithm import Algorithm, choose
 from gramian.taps.gradients.directions import Directions
@@ -117,34 +117,38 @@ class Outer(PerSampleGradient):
             return (wide_norms(self.left_BTM.flatten(1)) * wide_norms(self.right_BTN.flatten(1))).square()
         if name == "direct":
             return direct_squares(self.left_BTM, self.right_BTN)
-        squares_B, doubtful_B = gram_of([self])
+        squares_B, doubtful_B = (one_1B[0] for one_1B in gram_of([[self]]))
         if bool(doubtful_B.any()):
             chosen = doubtful_B.nonzero()[:, 0]
             squares_B[chosen] = direct_squares(self.left_BTM[chosen], self.right_BTN[chosen])
         return squares_B
 
 
-def gram_of(outers: Sequence[Outer]) -> tuple[Tensor, Tensor]:
-    """Σ_k ‖L_kᵀR_k‖² of every sample as ⟨LLᵀ, RRᵀ⟩, for gradients k that share a side, whose Gram matrix is formed once.
+def gram_sides(outers: Sequence[Outer]) -> list[Tensor]:
+    """The side that all of one to four gradients share (the right one, or else the left one), and then their other sides."""
+    first = outers[0]
+    if len(outers) > 1 and same_tensor(first.left_BTM, outers[1].left_BTM):
+        return [first.left_BTM, *(outer.right_BTN for outer in outers)]
+    return [first.right_BTN, *(outer.left_BTM for outer in outers)]
+
+
+def gram_of(groups: Sequence[Sequence[Outer]]) -> tuple[Tensor, Tensor]:
+    """Σ_k ‖L_kᵀR_k‖² of every sample as ⟨LLᵀ, RRᵀ⟩, for groups of gradients k that share a side; its Gram is formed once.
 
     Every entry (s, t) of the two Gram matrices has an independent rounding error of ε‖x_s‖‖x_t‖, x = l or r, so the sum has one
     of about ε·Σ_t‖l_t‖²‖r_t‖². If that is not small beside the result (large common activations, output gradients that cancel),
-    digits are lost, and the direct form, which forms LᵀR, is needed. B·T²·(M+N) FLOPs.
+    digits are lost, and the direct form, which forms LᵀR, is needed. B·T²·(M+N) FLOPs a group, one kernel launch for all.
 
     Args:
-        outers: one to four gradients, all with the same left side or all with the same right side.
+        groups: each one to four gradients, all with the same left side or all with the same right side; their sides
+            (`gram_sides`) have one layout in all groups.
 
     Returns:
-        The squared norms [B], and a mask [B], True for samples to be computed again by the direct form. Does not wait for the
-        device.
+        The squared norms [groups, B], and a mask [groups, B], True for samples to be computed again by the direct form. Does
+        not wait for the device.
     """
-    first = outers[0]
-    if len(outers) > 1 and same_tensor(first.left_BTM, outers[1].left_BTM):
-        sides, shared = [outer.right_BTN for outer in outers], first.left_BTM
-    else:
-        sides, shared = [outer.left_BTM for outer in outers], first.right_BTN
-    squares_B, diagonal_B = gram_squares(sides, shared)
-    return squares_B, cancels(squares_B, diagonal_B)
+    squares_KB, diagonals_KB = gram_squares_of_layers([gram_sides(outers) for outers in groups])
+    return squares_KB, cancels(squares_KB, diagonals_KB)
 
 
 def direct_of(outer: Outer) -> tuple[Tensor, Tensor]:
@@ -155,9 +159,17 @@ def direct_of(outer: Outer) -> tuple[Tensor, Tensor]:
 
 
 def cancels(squares_B: Tensor, diagonal_B: Tensor) -> Tensor:
-    """Mask [B], True where rounding of `diagonal_B`, the sum of squared norms of tokens, is not small beside `squares_B`."""
+    """Mask, True where rounding of `diagonal_B`, the sum of squared norms of tokens, is not small beside `squares_B`."""
     epsilon = torch.finfo(squares_B.dtype).eps
     return 4 * epsilon * diagonal_B > GRAM_TOLERANCE[squares_B.dtype] * squares_B
+
+
+def weighted_totals(outers: Sequence[Outer], weights_B: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """`Outer.weighted_total` of several gradients with the same weights, whose sides have one layout in all of them."""
+    if len(outers) == 1:
+        return [outers[0].weighted_total(weights_B, dtype)]
+    lefts, rights = [outer.left_BTM for outer in outers], [outer.right_BTN for outer in outers]
+    return weighted_products(lefts, rights, weights_B, dtype)
 
 
 def same_tensor(one: Tensor, other: Tensor) -> bool:

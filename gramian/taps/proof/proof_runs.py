@@ -122,8 +122,7 @@ class ProofRuns:
         self._second: set[int] = set()
         """Indices of the outputs whose samples lie on axis 1."""
         self.returned = 0
-        """Number of outputs that the model returns; later ones were stored in attributes of modules, where a loss may use them.
-        """
+        """Number of outputs that the model returns; later ones are attributes of modules, where a loss may use them."""
         self.titles: list[str] = []
         """Name of each output in error messages."""
         self.shared: set[str] = set()
@@ -168,9 +167,8 @@ class ProofRuns:
             chosen = set(choose(outputs))
             self.cotangents = [self._cotangent(i, y) if i in chosen else None for i, y in enumerate(outputs)]
             self.row_outputs = {i for i, y in enumerate(outputs) if self.rows_of(y)}
-            pairs = [(y, SCALE * g) for y, g in zip(outputs, self.cotangents, strict=True) if g is not None]
             self._model.add_uncalled(weights)
-            return [self._fingerprint(y) for y in outputs], _gradients(pairs, weights)
+            return [self._fingerprint(y) for y in outputs], _gradients(self._scaled(outputs, SCALE), weights)
 
     def on(
         self, arguments: Any, cotangents: Callable[[list[Tensor]], list[tuple[Tensor, Tensor]] | None]
@@ -187,6 +185,13 @@ class ProofRuns:
             found = _gradients([(y, torch.ones_like(y)) for y in outputs] if pairs is None else pairs, weights)
             return None if pairs is None else found
 
+    def scaled(self, factor: float) -> dict[str, Tensor | None]:
+        """Autograd's gradients of the model without taps on the batch, its cotangents times `factor`."""
+        return self.on(self._samples.take(self.everyone), lambda outputs: self._scaled(outputs, factor)) or {}
+
+    def _scaled(self, outputs: list[Tensor], factor: float) -> list[tuple[Tensor, Tensor]]:
+        return [(y, factor * g) for y, g in zip(outputs, self.cotangents, strict=True) if g is not None]
+
     def tapped(
         self, source: Source, *, sums: bool = False, alone: Sequence[int] = (), forget: bool = True
     ) -> TappedRun:
@@ -202,8 +207,7 @@ class ProofRuns:
             Refuted: if outputs have other shapes, or the model fails on rows that were expanded.
         """
         self._begin(forget)
-        tokens = isinstance(source, Tensor)
-        arguments = self._samples.take_tokens(source) if tokens else self._samples.take(source)  # type: ignore[arg-type]
+        arguments = self._samples.take_tokens(source) if isinstance(source, Tensor) else self._samples.take(source)
         recorder = Recorder(self._seed, self._samples.units, self._model.batch_size, sums=sums, alone=alone)
         with self._model.recorded_by(recorder) as run, blamed_on(run.expanded):
             outputs = self._outputs(arguments)

@@ -93,6 +93,7 @@ class Recorder:
     """Units (samples, or groups that count as one) whose own gradients are recorded as sketches (projections and norms)."""
     per_sample: bool = True
     takes_shares: bool = False
+    reads_calls: bool = True
     only: frozenset[str] | None = None
     statistics: Sequence[Any] = ()
     proof: str | int = "off"
@@ -186,6 +187,7 @@ def disagreement(
     *,
     floor: float = 0.0,
     factors: Sequence[float] = (1.0,),
+    noise: Mapping[str, float] | None = None,
 ) -> tuple[str, float, float] | None:
     """(name, norm of the taps' gradient, norm of autograd's) of the first parameter whose gradients differ; None: all agree.
 
@@ -200,6 +202,8 @@ def disagreement(
         tolerances: largest relative difference, by the narrowest dtype among all gradients.
         floor: absolute rounding error of the largest terms in the taps' run, which is left if terms should cancel.
         factors: possible ratios of autograd's to the taps' gradients; the best fit over all parameters is used.
+        noise: {parameter: how far autograd's gradient is from itself where all of a run rounds otherwise}; 3 times as much is
+            allowed, up to a quarter of the gradient.
     """
     if not all(sketch.finite for sketch in (*theirs.values(), *sketches.values())):
         return None  # what is not finite cannot be compared
@@ -224,6 +228,7 @@ def disagreement(
         scaled = mine.norm * abs(factor)
         estimate = float((mine.projections_K * factor - sketch.projections_K).square().mean().sqrt())
         apart = min(max(estimate, abs(scaled - sketch.norm)), scaled + sketch.norm)
-        if not apart <= 2 * (tolerances[dtype] * sketch.norm + 8 * rounding + floor):
+        noisy = min(3 * (noise or {}).get(name, 0.0), 0.25 * sketch.norm)
+        if not apart <= 2 * (tolerances[dtype] * sketch.norm + 8 * rounding + floor) + noisy:
             return name, scaled, sketch.norm
     return None
