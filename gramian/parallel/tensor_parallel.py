@@ -15,6 +15,7 @@ one all-to-all. From then on the W processes are like data-parallel ones: nothin
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -51,6 +52,8 @@ class TensorParallel:
         self.mesh = mesh
         self.exchange = Exchange(mesh.get_group(), device)
         self.rank, self.size = self.exchange.rank, self.exchange.size
+        self.bounds: list[int] | None = None
+        """Rows of the batch under way at which a process's share begins and ends, W + 1 numbers; None: even shares."""
         self._noted: list[tuple[str, Tensor, float]] = []
         """(layer, [projection, norm, and both of the output whose gradient it is], rounding relative to the norm) of tensors
         that must be equal on all processes, of the backward under way."""
@@ -97,8 +100,31 @@ class TensorParallel:
         return self.rank == 0
 
     def shares(self, batch: int) -> list[slice]:
-        """The slice of the `batch` samples that each process is assigned: contiguous, with lengths that differ by at most 1."""
-        return self.exchange.features(batch)
+        """The slice of the `batch` samples that each process is assigned: contiguous, with lengths that differ by at most 1.
+
+        With `bounds`, the slices between these.
+        """
+        return self.exchange.features(batch) if self.bounds is None else [slice(*two) for two in pairwise(self.bounds)]
+
+    def divide(self, ids: Tensor | None) -> None:
+        """Set `bounds` of the next batch so that all rows of a unit are one process's, and shares as even as that allows.
+
+        Args:
+            ids: the unit of each row [B], or of each token [B, T], from 0; −1: of none. None: every row is a unit.
+        """
+        self.bounds = None
+        if ids is None:
+            return
+        ids, rows = ids.cpu().long(), len(ids)
+        row_of = torch.arange(rows).reshape(-1, *[1] * (ids.dim() - 1)).expand(ids.shape)[ids >= 0]
+        unit_of = ids[ids >= 0]
+        units = int(unit_of.max()) + 1 if len(unit_of) else 0
+        first_U = torch.full((units,), rows).scatter_reduce(0, unit_of, row_of, "amin")
+        last_U = torch.full((units,), -1).scatter_reduce(0, unit_of, row_of, "amax")
+        begun = torch.bincount(first_U + 1, minlength=rows + 2) - torch.bincount(last_U + 1, minlength=rows + 2)
+        whole = (begun.cumsum(0)[: rows + 1] == 0).nonzero()[:, 0]  # rows before which no unit is under way
+        wanted = torch.arange(self.size + 1, dtype=torch.float64)[:, None] * rows / self.size
+        self.bounds = whole[(whole - wanted).abs().argmin(1)].tolist()
 
     def share(self, batch: int) -> slice:
         """The slice of the `batch` samples that this process is assigned."""

@@ -30,7 +30,7 @@ from gramian.privacy.clipping.clip_factors import ClipFunction
 from gramian.privacy.clipping.clipping_rule import Clipping
 from gramian.privacy.clipping.gradient_sums import GradientSums
 from gramian.privacy.clipping.private_quantile import PrivateQuantile
-from gramian.privacy.clipping.refused_modules import layers_with_sites, refuse_mixing, refuse_with_tensor_parallel
+from gramian.privacy.clipping.refused_modules import layers_with_sites, refuse_compiled, refuse_mixing
 from gramian.privacy.clipping.single_sample_clipping import SingleSampleClipping
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.privacy.clipping.trained_parameters import trained_parameters
@@ -102,7 +102,7 @@ class PrivateModel:
         self.tensor_parallel = TensorParallel.of(self.root)
         """The processes that see the same samples and clip a share of them each; None: there are none."""
         if self.tensor_parallel is not None:
-            refuse_with_tensor_parallel(module, {"unit_of": units})
+            refuse_compiled(module)
         if self.parallel.size == 1 and dist.is_initialized() and dist.get_world_size() > 1:
             warnings.warn(
                 "module: is not wrapped although there are several processes, so each trains, and accounts for, a model of its "
@@ -253,9 +253,9 @@ class PrivateModel:
     def _install(self, stack: ExitStack) -> None:
         options, trained = self.options, self.trained
         stack.callback(ReducerOff(self.module).restore)
-        hub_of(self.root).private, hub_of(self.root).refusals = True, self.refusals
-        stack.callback(setattr, hub_of(self.root), "private", False)
-        stack.callback(setattr, hub_of(self.root), "refusals", SharedRefusals())
+        for field, now, then in (("private", True, False), ("refusals", self.refusals, SharedRefusals())):
+            setattr(hub_of(self.root), field, now)
+            stack.callback(setattr, hub_of(self.root), field, then)
         self.sums = GradientSums(
             trained, self.parallel, self._tuning.overlap, self._stopwatch, options.loss_scale, self.tensor_parallel
         )
@@ -283,7 +283,8 @@ class PrivateModel:
             self.refusals,
         )
         self.units.clipping = self.clipping
-        self.clipping.on_begin, self.clipping.on_done = self._before_backward, self._after_backward
+        self.clipping.on_begin = self.refusals.held()(self.step.before_backward)
+        self.clipping.on_done = self._after_backward
         handle = self._optimizer.register_step_pre_hook(torch.compiler.disable(self.step.hook, reason=EAGER))
         self._optimizer.noise_multiplier = options.noise_multiplier  # type: ignore[attr-defined]  # scripts read it
         stack.callback(delattr, self._optimizer, "noise_multiplier")
@@ -312,8 +313,7 @@ class PrivateModel:
         )
         clipping.proof_is_due, clipping.proof_failed = self.proof_is_due, self._proof_failed
         hub.proof.know_loader(self._samples_alone)
-        bypass = BypassDetector(self.trained, lambda: hub.live)
-        stack.callback(bypass.remove)
+        stack.callback((bypass := BypassDetector(self.trained, lambda: hub.live)).remove)
         clipping.on_watch = bypass.watch
         if self.parallel.uses_fsdp2:
             for _ in unsharded_units(self.root):
@@ -338,10 +338,6 @@ class PrivateModel:
         with self.refusals.told():
             self.step.begin_piece(piece)
         self.units.begin_piece(piece)
-
-    def _before_backward(self, rows: int, units: int | None) -> None:
-        with self.refusals.held():
-            self.step.before_backward(rows, units)
 
     def _after_backward(self) -> None:
         self.step.after_backward()

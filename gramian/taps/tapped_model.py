@@ -206,10 +206,7 @@ class TappedModel:
 
     @property
     def tells_sizes_apart(self) -> bool:
-        """True if calls in which tokens are as many as samples count as others (`rows_over_batch`): not under FSDP2.
-
-        There one process alone could not prove them; such batches are a structure of their own on all (`batch_structure`).
-        """
+        """True if calls with as many tokens as samples are others (`rows_over_batch`); in FSDP2 batches (`batch_structure`)."""
         return self.per_sample and self.lockstep.alone
 
     @property
@@ -316,8 +313,7 @@ class TappedModel:
     def is_batch_free(self, tap: Tap, output: Tensor) -> bool:
         """True if the call of a layer that is under way returns no batch axis (eager mode).
 
-        Calls in a checkpoint's second run have no number. If only some calls of the layer return no batch axis, this is one of
-        them unless it returns B rows.
+        Calls in a checkpoint's second run have no number: of a layer with such calls, this is one unless it returns B rows.
         """
         again = in_backward()
         pass_ = self.passes.second_run(tap.name) if again else None
@@ -330,10 +326,7 @@ class TappedModel:
         return current is not None and current.ordinals.get(tap.name, -1) + 1 in calls
 
     def layouts_of(self, tap: Tap) -> CallLayouts | None:
-        """Where the samples lie in the call of a layer that is under way (eager mode); None: on axis 0.
-
-        In a checkpoint's second run calls have no number: then of the first call.
-        """
+        """Where samples lie in the layer's call under way, or, run again by a checkpoint, in its first; None: on axis 0."""
         again = in_backward()
         pass_ = self.passes.second_run(tap.name) if again else None
         calls = (self.layouts if pass_ is None else pass_.layouts).get(tap.name)

@@ -72,6 +72,13 @@ class Units:
         ids = torch.where(sample_ids < 0, count, sample_ids) if padded else sample_ids
         return cls(ids, count + padded, padded, field, ragged)
 
+    def of_rows(self, rows: slice) -> "Units":
+        """The units of some of the rows, which have no rows outside of them, numbered in the same order from 0."""
+        kept = self.ids[rows]
+        found, numbers = torch.unique(kept, return_inverse=True)
+        padded = self.padded and bool((found == self.count - 1).any())
+        return Units(numbers.reshape(kept.shape), len(found), padded, self.field, self.ragged)
+
     @property
     def by_token(self) -> bool:
         """True if ids are given by token, so that several units may share a row."""

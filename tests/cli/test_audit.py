@@ -169,6 +169,13 @@ def test_a_failed_check_is_in_the_receipt_and_the_exit_code(signed: Path, capsys
     assert verify(signed) == 0 and "it says itself: canaries" in capsys.readouterr().out
 
 
+def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["audit", "run.toml"]) == 2
+    assert "audit: is for one process; expected no torchrun" in capsys.readouterr().err
+
+
 def test_bad_input_is_one_line(signed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (signed.parent / "plain.toml").write_text(small(signed.parent / "plain").toml())
     run, receipt = str(signed), str(signed / "receipt.json")

@@ -235,6 +235,51 @@ def trained(layout: str, name: str, style: str, steps: int = 4, sigma: float = 0
     assert_ranks_hold_the_same(spread_out)
 
 
+def trained_units(rank: int, size: int, unit_of: list[int]) -> None:
+    """Units of several rows, next to each other in the batch or not."""
+    trained("tp", "gpt", "tables", steps=2, unit_of=unit_of)
+
+
+class Tokens(nn.Module):
+    """A sharded MLP over tokens that do not see each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(9, 7), nn.Linear(7, 12), nn.Linear(12, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(self.table(tokens)).tanh())
+        return y
+
+
+def packed_units(rank: int) -> None:
+    """Units of packed tokens: rows between which no unit lies on both sides go to different processes."""
+    tokens = torch.randint(9, (4, 6), generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([[0, 0, 1, 1, 1, -1], [1, 1, 2, 2, -1, -1], [3, 3, 3, 4, 4, 4], [5, 4, 4, 6, 6, 6]])
+    found = []
+    for mesh in (False, True):
+        torch.manual_seed(0)
+        model = on_two(Tokens()) if mesh else Tokens().double()
+        engine, _, _ = private(model, 8.0, loss_reduction="sum")
+        with engine.units(ids):
+            loss = (model(tokens).square().sum(-1) * (ids >= 0)).sum()
+            loss.backward()
+        assert engine.last is not None
+        found.append(({k: p for k, p in whole({k: p.grad for k, p in model.named_parameters()}).items()}, engine.last))
+        if mesh:
+            with engine.units(ids):
+                loss = model(tokens).square().sum()
+            model(tokens)
+            with refusal("^backward: follows a forward whose rows processes divided otherwise"):
+                loss.backward()
+        engine.detach()
+    (alone, all_units), (spread_out, own) = found
+    torch.testing.assert_close(own.norms_B, all_units.norms_B[slice(0, 3) if rank == 0 else slice(3, 7)])
+    assert float(all_units.norms_B.max()) > 8.0 > float(all_units.norms_B.min()), all_units.norms_B
+    for key, g in alone.items():
+        torch.testing.assert_close(spread_out[key], g, rtol=1e-9, atol=1e-12)
+
+
 def public_factors(name: str) -> gramian.KFACNaturalGradient:
     """Factors of other samples, from a copy of the model on each process."""
     case, kfac = CASES[name], gramian.KFACNaturalGradient(woodbury_dtype="fp64", kfac_distributed_reduce="none")
@@ -334,7 +379,7 @@ def special(rank: int) -> None:
 
 
 def refused_layouts(rank: int) -> None:
-    """What is not done, by name: other meshes, wrappers, units, compiled models, context parallel."""
+    """What is not done, by name: other meshes, wrappers, compiled models, context parallel."""
 
     def tp(**options: Any) -> Any:
         return lambda: private(
@@ -350,7 +395,6 @@ def refused_layouts(rank: int) -> None:
         _pre_dp_module_transform(model)
         return private(model)
 
-    units = torch.zeros(8, dtype=torch.long).tolist()
     compiled = on_two(CASES["mlp"].model())
     replicated = CASES["mlp"].model()
     replicate(replicated, device_mesh=mesh_of(1, 2)["tp"])
@@ -359,15 +403,12 @@ def refused_layouts(rank: int) -> None:
         '^module: the mesh of .* has a dimension "pp"': on((2, 1), ("pp", "dp"), "dp"),
         '^module: the mesh of .* has a dimension "cp"': on((1, 2), ("dp", "cp"), "cp"),
         "tensor parallel inside DistributedDataParallel; expected fully_shard": beside_ddp,
-        "^unit_of: groups rows, .* for a tensor-parallel model": tp(unit_of=units, poisson_sampling=True),
         "^module: is tensor parallel and compiled; expected eager mode": lambda: private(torch.compile(compiled)),
     }
     for line, make in cases.items():
         with refusal(line):
             make()
     engine, _, _ = private(model := on_two(CASES["mlp"].model(), head=ColwiseParallel(output_layouts=Replicate())))
-    with refusal("^ids: group rows"), engine.units(torch.tensor([0, 0, 1])):
-        model(CASES["mlp"].data(3)[0]).sum().backward()
     tokens = torch.zeros(1, 4)
     context = context_parallel(mesh_of(1, 2)["tp"], buffers=[tokens], buffer_seq_dims=[1])
     with refusal("^module: runs in context_parallel"), context:

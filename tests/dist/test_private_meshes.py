@@ -13,7 +13,7 @@ from gramian.verify.model_layouts import with_tensor_parallel
 from tests.dist import mesh_bodies as bodies
 from tests.kit.matrix import sample
 from tests.kit.mutations import Edit
-from tests.kit.processes import distributed
+from tests.kit.processes import distributed, run_on_ranks
 
 pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs, pytest.mark.xdist_group("processes")]
 
@@ -93,11 +93,29 @@ def test_a_metric_of_public_factors_is_that_of_one_process(rank: int, model: str
     bodies.trained("tp", model, style, metric=bodies.public_factors(model))
 
 
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_units_of_a_tensor_parallel_group_are_those_of_one_process(size: int) -> None:
+    for unit_of in ([0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 0, 2, 2, 3, 1, 3]):
+        run_on_ranks(size, bodies.trained_units, unit_of)
+
+
+@pytest.mark.few_proofs(every=1)
+@distributed(world_size=2)
+def test_packed_units_of_a_tensor_parallel_group(rank: int) -> None:
+    bodies.packed_units(rank)
+
+
 @pytest.mark.full
 @distributed(world_size=4)
 def test_a_metric_of_public_factors_over_both(rank: int) -> None:
     bodies.trained("fsdp2 x tp", "mlp", "usual", metric=bodies.public_factors("mlp"))
     bodies.trained("hsdp", "mlp", "usual", metric=bodies.public_factors("mlp"))
+
+
+@pytest.mark.full
+@distributed(world_size=4)
+def test_units_over_both(rank: int) -> None:
+    bodies.trained("fsdp2 x tp", "gpt", "tables", steps=2, unit_of=[0, 1, 0, 2, 2, 3, 1, 3])
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ import gramian
 from gramian.kernels.norms import direct_squares
 from gramian.oracles.clipped_sum import clipped_sum
 from gramian.parallel.process_grid import ProcessGrid
+from gramian.parallel.shared_refusals import SharedRefusals
 from gramian.privacy.accounting.epsilon import epsilon_of
 from gramian.privacy.clipping import gradient_sums
 from gramian.privacy.clipping.gradient_sums import GradientSums
@@ -295,6 +296,7 @@ def _second_of_two() -> Iterator[None]:
     other = _SecondOfTwo()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gramian.privacy.private_model.grid_of", lambda model, root: other)
+        patch.setattr("gramian.privacy.private_model.SharedRefusals", lambda grid=None: SharedRefusals())
         yield
 
 

@@ -97,8 +97,9 @@ class Clipping:
         algorithm = options.norm_algorithm if adaptive else "direct"
         self.planner = ClippingPlanner(self._trained, options.clipping, algorithm, options.budget)
         self._works: dict[int, ClippingWork] = {}
-        self._batches: dict[int, int] = {}
-        """{number of a recent pass: rows of its batch}, of which a tensor-parallel model's processes each clip a share."""
+        self._batches: dict[int, tuple[int, int | None, list[int] | None]] = {}
+        """{number of a recent pass: (rows of its batch, units, bounds of shares)}, of which a tensor-parallel model's processes
+        each clip a share; None: each row is a unit, or shares are even."""
         self._placeholders: set[int] = set()
         """Numbers of the passes whose batch has no samples, and which run on a row of zeros."""
         self._leaf = torch.autograd.graph.get_gradient_edge(hub.probe).node
@@ -157,18 +158,17 @@ class Clipping:
             )
         factor = {"mean": float(batch), "sum": 1.0}[reduction] if isinstance(reduction, str) else 1.0 / reduction
         self.planner.begin(number, batch)
-        self._batches = {n: rows for n, rows in self._batches.items() if n > number - REMEMBERED} | {number: batch}
+        count = None if units is None else units.count - units.padded
         recent = {n for n in self._placeholders if n > number - REMEMBERED}
         self._placeholders = recent | ({number} if self._hub.blank else set())
-        shares = self._hub.tensor_parallel
+        shares, rows = self._hub.tensor_parallel, batch
         if shares is not None:
-            if units is not None:
-                raise GramianError(
-                    "ids: group rows or tokens into units, and processes of a tensor-parallel model divide rows among them; "
-                    "expected each row as a unit"
-                )
+            shares.divide(None if units is None else self.sample_ids)
             mine = shares.share(batch)
             batch = mine.stop - mine.start
+            units = None if units is None else units.of_rows(mine)
+        recent_batches = {n: known for n, known in self._batches.items() if n > number - REMEMBERED}
+        self._batches = recent_batches | {number: (rows, count, None if shares is None else shares.bounds)}
         return PassInfo(number, batch, units, None, None, factor, self._options.loss_scale)
 
     def layer(self, record: LayerRecord) -> None:
@@ -238,7 +238,14 @@ class Clipping:
                 "backward: goes through two forwards of the model, so a sample's gradient would be clipped in two parts; "
                 "expected one forward for each backward (rows of one sample next to each other in one batch)"
             )
-        batch = self._batches.get(info.number, info.batch)
+        units = info.units
+        even = None if units is None else units.count - units.padded, None
+        batch, count, bounds = self._batches.get(info.number, (info.batch, *even))
+        if self._hub.tensor_parallel is not None and self._hub.tensor_parallel.bounds != bounds:
+            raise GramianError(
+                "backward: follows a forward whose rows processes divided otherwise, by its units; expected each backward "
+                "before the next forward"
+            )
         work = self._works[info.number] = ClippingWork(
             info,
             self.planner.take(info.number, batch),
@@ -255,8 +262,7 @@ class Clipping:
             self.plan = work.plan
         if not work.ignored:
             self._refuse_over_budget(work)
-            units = info.units
-            self.on_begin(0 if work.placeholder else batch, None if units is None else units.count - units.padded)
+            self.on_begin(0 if work.placeholder else batch, count)
         return work
 
     def _refuse_over_budget(self, work: ClippingWork) -> None:

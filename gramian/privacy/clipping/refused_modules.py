@@ -1,6 +1,6 @@
 """Modules that private training cannot run: they mix the samples of a batch, or store something of them in the forward."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -30,16 +30,7 @@ def refuse_mixing(layers: Sequence[tuple[str, nn.Module, Site]]) -> None:
             raise GramianError(f"{name or 'model'} ({type(layer).__name__}) {reason}")
 
 
-NOT_SHARED = {
-    "unit_of": "groups rows, which processes divide among them; expected unit_of=None",
-}
-"""{option: why it cannot be used with a tensor-parallel model}."""
-
-
-def refuse_with_tensor_parallel(module: nn.Module, options: Mapping[str, object]) -> None:
-    """Raise a `GramianError` if a tensor-parallel model is compiled, or one of the `options` in `NOT_SHARED` is not None."""
-    for field, given in options.items():
-        if given is not None:
-            raise GramianError(f"{field}: {NOT_SHARED[field]} for a tensor-parallel model")
+def refuse_compiled(module: nn.Module) -> None:
+    """Raise a `GramianError` for a tensor-parallel model of which some module is compiled."""
     if any(is_compiled(inner) for inner in module.modules()):
         raise GramianError("module: is tensor parallel and compiled; expected eager mode")
