@@ -406,8 +406,8 @@ MUTATIONS = (
         (
             Edit(
                 "Outer._squares_by",
-                "if bool(doubtful_B.any()):",
-                "if bool(doubtful_B.any()) and False:",
+                "bool(doubtful_B.any()):",
+                "False:",
             ),
         ),
         functools.partial(test_norms.test_norms_survive_cancellation_in_float32, "gram", 1e4),

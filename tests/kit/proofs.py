@@ -22,16 +22,14 @@ _without = False
 
 
 def choose(cells: Sequence[pytest.Item]) -> None:
-    """Decide which cells of a matrix have proofs. In the short run a test alone is one of the cells of all such tests."""
+    """Decide which cells of a matrix have proofs. In the short run fewer of them than `every` are cells of all such tests."""
     marker = cells[0].get_closest_marker("few_proofs")
     if marker is None or (FULL and (len(cells) == 1 or marker.kwargs.get("short"))):
         return
     every = marker.kwargs.get("every", EVERY)
-    if len(cells) == 1:
-        cells[0].stash[_WITHOUT] = _order(cells[0]) % every != 0
-        return
+    few = not FULL and len(cells) < every
     for number, item in enumerate(sorted(cells, key=_order)):
-        item.stash[_WITHOUT] = number % every != 0
+        item.stash[_WITHOUT] = (_order(item) if few else number) % every != 0
 
 
 def _order(item: pytest.Item) -> int:
