@@ -5,7 +5,8 @@ where one that refused something has left its reason. A process from which the o
 cannot leave a backward halfway: it runs along to the end and raises there.
 """
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from gramian.core.errors import GramianError
@@ -25,7 +26,8 @@ class SharedRefusals:
         self._grid, self._meetings = grid, 0
         self._number = next_number(grid.group) if grid.size > 1 else 0
         self._held: GramianError | None = None
-        self._told: GramianError | None = None
+        self._told: Callable[[], GramianError | None] = lambda: None
+        """A weak reference to the last error that the others were told, or told this process."""
         self._before: Rendezvous | None = None
 
     @property
@@ -73,12 +75,13 @@ class SharedRefusals:
             meeting, before = self._next(), self._before
             self._before = meeting
             if reason := meeting.wait_for_all(before):
-                self._told = RefusedElsewhere(reason)
-                raise self._told
+                error = RefusedElsewhere(reason)
+                self._told = weakref.ref(error)
+                raise error
 
     def _tell(self, error: GramianError) -> None:
-        if self._grid.size > 1 and error is not self._told:
-            self._told, meeting = error, self._next()
+        if self._grid.size > 1 and error is not self._told():
+            self._told, meeting = weakref.ref(error), self._next()
             if not isinstance(error, RefusedElsewhere):  # else that process has told it
                 meeting.decline(str(error))
 
