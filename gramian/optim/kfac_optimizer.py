@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from gramian.core.errors import GramianError
-from gramian.curvature.blocks.block_specs import find_blocks
+from gramian.curvature.blocks.block_specs import Spec, find_blocks
 from gramian.curvature.blocks.consistency import check_number, unique_parameters
 from gramian.curvature.blocks.output_head import compiled_head, known_head, warn_unknown_head
 from gramian.curvature.estimate.kfac_capture import IdleCapture, KFACCapture
@@ -111,8 +111,8 @@ class KFAC(Optimizer):
         )
         """The curvature inside: factors of the weight matrices that take whitened steps, of no other parameter."""
         self._steps, self._recorded = WhitenedSteps(damping), RecordedSteps()
-        self._chosen_for: tuple[str | None, set[str]] | None = None
-        """(output layer, names of the parameters that may take whitened steps) for which layers were chosen."""
+        self._chosen_for: tuple[str | None, set[str], dict[str, str]] | None = None
+        """(output layer, parameters that may take whitened steps, observed matrices) for which layers were chosen."""
         self._only_names = False
         """True while the state has names without numbers, for `torch.distributed.checkpoint`."""
         self._head_sought = False
@@ -237,7 +237,10 @@ class KFAC(Optimizer):
         """
         found = super().state_dict()
         states = {key: {n: v for n, v in state.items() if n != FACTORS} for key, state in found["state"].items()}
-        most = most_bytes(self.kfac.state.specs_without_assumptions(unwrap(self._model)), self.kfac.options)
+        self._choose_layers()
+        most = most_bytes(
+            self._hidden_blocks({}), self.kfac.options
+        )  # not what refreshes have seen: a new one has none
         place, parameters = holder(self), [p for group in self.param_groups for p in group["params"]]
         packed = to_bytes(self.kfac.state_dict(), most).to(parameters[place].device)
         states[place] = {**states.get(place, {}), FACTORS: packed}
@@ -261,15 +264,17 @@ class KFAC(Optimizer):
         self._only_names = False
 
     def _make_names(self) -> None:
-        """Create the state that parameters will have, of zeros; that of both kinds where the output layer is not known."""
+        """Create the state that parameters will have, of zeros; that of both kinds where the first refresh decides."""
         self._choose_layers(traced=True)
-        assert self._chosen_for is not None and self.kfac.state.only is not None
+        assert self._chosen_for is not None
+        kinds = {spec.owners[0]: bool(spec.assumed) for spec in self._hidden_blocks({}).values()}
         for group in self.param_groups:
             for p in group["params"]:
-                whitened = self._names[id(p)] in self.kfac.state.only
-                make_state(self.state[p], p, whitened, group["fused"])
-                if whitened and self._chosen_for[0] is None:
-                    make_state(self.state[p], p, False, group["fused"])
+                name, state = self._names[id(p)], self.state[p]
+                if name in kinds:
+                    make_state(state, p, whitened=True, fused=group["fused"])
+                if name not in kinds or kinds[name] or self._chosen_for[0] is None:
+                    make_state(state, p, whitened=False, fused=group["fused"])
         self._mark_holder()
         self._only_names = True
 
@@ -298,26 +303,37 @@ class KFAC(Optimizer):
         trained = [p for group in self.param_groups if group["kfac"] for p in group["params"] if p.requires_grad]
         wanted = {self._names[id(p)] for p in trained}
         head = self.kfac.head or (None if self._chosen_for is None else self._chosen_for[0])
-        if self._chosen_for == (head, wanted) and not (
-            traced and head is None
-        ):  # the model is not walked at every step
+        unknown = traced and head is None
+        if self._chosen_for == (head, wanted, state.observed) and not unknown:  # the model is not walked at every step
             if head is None and self.kfac.refreshes and not self._head_sought:
                 self._head_sought = True
                 if any(is_compiled(module) for module in self._model.modules()):
                     warn_unknown_head([layer for s in state.specs.values() for layer in s.layers], root)
             return
         head = head or known_head(root, None) or compiled_head(self._model, always=traced)
-        self._chosen_for = (head, wanted)
-        found = find_blocks(root, self.kfac.options, state.observed)
+        self._chosen_for = (head, wanted, state.observed)
+        hidden = self._hidden_blocks(state.observed)
+        state.only = frozenset(s.owners[0] for s in hidden.values())
+        rests = self._resting()
+        state.blocks = {n: b for n, b in state.blocks.items() if n in hidden or b.spec.owners[0] in rests}
+
+    def _hidden_blocks(self, observed: Mapping[str, str]) -> dict[str, Spec]:
+        """{name: block} of the weights that take whitened steps; `observed`: what is known of matrices that are assumed."""
+        assert self._chosen_for is not None
+        head, wanted, _ = self._chosen_for
+        found = find_blocks(unwrap(self._model), self.kfac.options, observed)
         specs = {n: s for n, s in found.items() if s.owners[0] in wanted}
         hidden = {n: s for n, s in specs.items() if s.kind == "kronecker" and not s.tables}
-        sharded = {self._names[id(p)] for p in trained if isinstance(p, DTensor)}  # whose parts are no views
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        sharded = {self._names[id(p)] for p in parameters if isinstance(p, DTensor)}  # whose parts are no views
         hidden = {n: s for n, s in hidden.items() if s.owners == s.parameters or s.owners[0] not in sharded}
-        rests = {self._names[id(p)] for group in self.param_groups for p in group["params"] if not p.requires_grad}
-        if len(hidden) > 1 or rests:
+        if len(hidden) > 1 or self._resting():
             hidden = {n: s for n, s in hidden.items() if head not in s.layers}
-        state.only = frozenset(s.owners[0] for s in hidden.values())
-        state.blocks = {n: b for n, b in state.blocks.items() if n in hidden or b.spec.owners[0] in rests}
+        return hidden
+
+    def _resting(self) -> set[str]:
+        """Names of the parameters that do not train now."""
+        return {self._names[id(p)] for group in self.param_groups for p in group["params"] if not p.requires_grad}
 
     # ---- the two kinds of step ---------------------------------------------------------------------------------------
 
