@@ -1,9 +1,10 @@
 """A private step (forward, backward, clip; no optimizer) over the plain step, beside Opacus' ghost clipping, in one run.
 
 GPT of 16 layers, width 2048, vocabulary 32000, untied head, 937 M parameters in bf16, all of them trained, 16,384 tokens a
-step. On a CPU 4 layers of width 256, vocabulary 4096, float32, 2,048 tokens. Each row takes turns with the plain step; the plan of ours is kept beside the times, and
-the time of `step()` (noise from the key stream, division, AdamW) beside the private step. "busy" is the time in which the GPU
-works on a step, "host" the time until Python has said all of it: where the host is not well below the GPU, its noise shows.
+step. On a CPU: 4 layers of width 256, vocabulary 4096, float32, 2,048 tokens. Each row takes turns with the plain step; the
+plan of ours is kept beside the times, and the time of `step()` (noise from the key stream, division, AdamW) beside the private
+step. "busy" is the time in which the GPU works on a step, "host" the time until Python has said all of it: where the host is
+not well below the GPU, its noise shows.
 """
 
 import argparse
