@@ -96,8 +96,7 @@ def _units_of(name: str) -> Callable[[], None]:
 
 def _tokens(expression: str) -> tuple[Edit, ...]:
     """`tokens`, by which the sites of linear and embedding layers group rows, with another order of its result."""
-    result = "split.reshape(batch, torch.Size(split.shape[1:-1]).numel(), t.shape[-1])"
-    return (Edit("site:tokens", f"return {result}", f"found = {result}; return {expression}"),)
+    return (Edit("site:tokens", "return found", f"return {expression}"),)
 
 
 _MOVES = "when other samples are replaced"

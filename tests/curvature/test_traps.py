@@ -572,7 +572,7 @@ TRAPS = (
     Mutation(
         "operators of factors that are gone",
         Edit("ReadyOperators.fits", "and _made_of(blocks) == self._made_of", ""),
-        test_ready_operators.test_steps_after_a_refresh_use_its_factors,
+        test_ready_operators.test_operators_do_not_outlive_what_they_were_made_of,
     ),
     Mutation(
         "operators of another power",

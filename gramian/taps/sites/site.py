@@ -196,9 +196,10 @@ def tokens(t: Tensor, batch: int) -> Tensor:
 
     Features alone [N] are no rows either; they have a copy for each sample where a proof shows that none is theirs.
     """
-    if t.dim() == 3 and t.shape[0] == batch != 0:
-        return t
+    found = t
     if t.dim() < 2:
         raise GramianError(f"saw an input of shape {list(t.shape)}; expected the batch as first axis, features last")
-    split = by_sample(t, batch)
-    return split.reshape(batch, torch.Size(split.shape[1:-1]).numel(), t.shape[-1])
+    if t.dim() != 3 or not t.shape[0] == batch != 0:
+        split = by_sample(t, batch)
+        found = split.reshape(batch, torch.Size(split.shape[1:-1]).numel(), t.shape[-1])
+    return found
