@@ -68,10 +68,9 @@ def test_kernel_in_every_layout(dtype, layout, descriptor):
     close(got, lefts, right)
 
 
-@pytest.mark.parametrize("descriptor", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout, descriptor", [("contiguous", True), ("amid nan", False), ("columns apart", True)])
 def test_several_layers_in_one_launch(layout, descriptor):
-    cases = [case(2, 35, (9, 20), 18, torch.float16, layout, seed=100 * k) for k in range(3)]
+    cases = [case(2, 18, (9, 4), 5, torch.float16, layout, seed=100 * k) for k in range(2)]
     layers = [[right, *lefts] for lefts, right in cases]
     squares, diagonals = interpreted(grams.gram_squares_kernel, layers, tiles=SMALL, descriptor=descriptor)
     for k, (lefts, right) in enumerate(cases):

@@ -59,11 +59,12 @@ def test_kernel_in_every_layout(dtype, layout, descriptor):
     close(got, left, right, weights)
 
 
-@pytest.mark.parametrize("descriptor", [False, True])
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout, parts, descriptor",
+    [("contiguous", 1, True), ("contiguous", 3, True), ("amid nan", 2, False), ("columns apart", 1, True)],
+)
 def test_several_products_in_one_launch(layout, parts, descriptor):
-    cases = [case(3, 35, 37, 70, torch.float16, layout, seed=3 * k) for k in range(3)]
+    cases = [case(3, 18, 17, 34, torch.float16, layout, seed=3 * k) for k in range(2)]
     lefts, rights = [left for left, _, _ in cases], [right for _, right, _ in cases]
     weights = cases[0][2]
     options = {"tiles": SMALL, "parts": parts, "descriptor": descriptor}
