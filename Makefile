@@ -2,7 +2,7 @@
 # Each step leaves a stamp and is repeated only when a file that decides it has changed.
 
 PYTHON  ?= python3
-WORKERS ?= 2
+WORKERS ?= 3
 PART    ?= all
 
 PY       := .venv/bin/python
@@ -14,7 +14,7 @@ MORE_ENV := .venv/.stamp-integrations
 # Dozens of processes that the tests start import the same modules: they are compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-# One thread per worker. Two workers keep two cores busy; a third would only collect the tests once more.
+# One thread per worker. Two workers leave a quarter of two cores idle while tests wait for their own processes: a third takes it.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadgroup
 
 # The parts of make test-full. "rest" is whatever no other part names, so a new test folder is never left out.
