@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gramian.core.errors import GramianError
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of the tensors that kernels read; sums are always accumulated in float32."""
 
@@ -149,20 +151,31 @@ def scratch_for_descriptors() -> None:
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    return torch.empty(
-        size, dtype=torch.int8, device="cuda"
-    )  # of the current device and stream, on which kernels begin
+    """Memory of the current device and stream, on which kernels begin."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def fitted(x_BTN: Tensor, descriptor: bool) -> Tensor:
-    """x [B, T, N], or an aligned copy if it is to be read by bulk copies (TMA), and its layout does not allow that.
+def fitted(tensors: Sequence[Tensor], descriptor: bool) -> list[Tensor]:
+    """Tensors [B, T, N] of one layout; aligned copies of all if bulk copies (`descriptor`) cannot read one of them as it is.
 
-    Loading two bytes at a time would take several times as long as the copy.
+    Loading two bytes at a time would take several times as long as the copy. All are copied, as one launch has one set of
+    strides.
+
+    Raises:
+        GramianError: if they have not one layout.
     """
-    if not descriptor or fits_descriptor(x_BTN):
-        return x_BTN
-    samples, length, width = x_BTN.shape
-    return x_BTN.new_empty((samples, length, -(-width // 16) * 16))[..., :width].copy_(x_BTN)
+    first = layout(tensors[0])
+    for tensor in tensors[1:]:
+        if layout(tensor) != first:
+            raise GramianError(
+                f"layers of one launch: strides {tensor.stride()}, shape {list(tensor.shape)}, {tensor.dtype}; expected those "
+                f"of the first, {tensors[0].stride()}, {list(tensors[0].shape)}, {tensors[0].dtype}"
+            )
+    if not descriptor or all(fits_descriptor(tensor) for tensor in tensors):
+        return list(tensors)
+    samples, length, width = tensors[0].shape
+    room = (samples, length, -(-width // 16) * 16)
+    return [tensor.new_empty(room)[..., :width].copy_(tensor) for tensor in tensors]
 
 
 def operand(x_BTN: Tensor, descriptor: bool, tokens: int, columns: int) -> Any:
@@ -171,5 +184,5 @@ def operand(x_BTN: Tensor, descriptor: bool, tokens: int, columns: int) -> Any:
         return x_BTN
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    x_BTN = fitted(x_BTN, descriptor)
+    (x_BTN,) = fitted([x_BTN], descriptor)
     return TensorDescriptor(x_BTN, list(x_BTN.shape), _descriptor_strides(x_BTN), [1, tokens, columns])

@@ -18,7 +18,7 @@ from gramian.taps.products.parts import owner
 FACTORS = "kfac"
 """Name of the factors in a parameter's state; in `optimizer.state`, where 0 stands for them, and in `state_dict`."""
 MATRIX = "momentum_buffer"
-"""Name in the state of a weight matrix that takes whitened steps; all others have those of AdamW."""
+"""Name of the momentum in the state of a weight matrix that K-FAC preconditions; other parameters have states of AdamW."""
 States = dict[Any, dict[str, Any]]
 """{parameter, by its place or name: its state}."""
 

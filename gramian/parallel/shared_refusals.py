@@ -1,8 +1,8 @@
 """What one process refuses is raised by all that train the same model, where they next meet.
 
-A process that raises alone leaves the others waiting in a collective. So they meet before their collectives, at a `Rendezvous`
-where one that refused something has left its reason. A process from which the others gather weights, or parts of the features,
-cannot leave a backward halfway: it runs along to the end and raises there.
+If one process of a group raises an error, the remaining ones hang in their next collective. So all wait for each other before a
+collective (`Rendezvous`), and a process that refused something has stored its error message there. A process of a model with
+sharded weights cannot leave a backward halfway, because its weights are gathered: it finishes the backward and raises then.
 """
 
 import weakref
@@ -27,7 +27,7 @@ class SharedRefusals:
         self._number = next_number(grid.group) if grid.size > 1 else 0
         self._held: GramianError | None = None
         self._told: Callable[[], GramianError | None] = lambda: None
-        """A weak reference to the last error that the others were told, or told this process."""
+        """A weak reference to the last error whose message was sent to, or came from, the remaining processes."""
         self._before: Rendezvous | None = None
 
     @property
@@ -37,7 +37,7 @@ class SharedRefusals:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Context manager: the other processes read of a GramianError that leaves it where they next meet. Does not wait."""
+        """Context manager: stores the message of a GramianError for the other processes, and lets it through. Does not wait."""
         try:
             yield
         except GramianError as error:
@@ -46,7 +46,7 @@ class SharedRefusals:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Context manager: as `told`, but where processes need each other in a backward, an error is raised by `meet`."""
+        """Context manager: as `told`, but if weights are sharded, `meet` raises the error after the backward."""
         try:
             yield
         except GramianError as error:

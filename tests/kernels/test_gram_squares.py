@@ -82,6 +82,14 @@ def test_several_layers_in_one_launch(layout, descriptor):
         assert all(one[k].equal(twin) for one, twin in zip(on_cpu, gram_squares_twin(lefts, right), strict=True))
 
 
+def test_layers_of_one_launch_of_which_one_begins_between_two_multiples_of_16_bytes():
+    wide = [random(2, 18, 24, seed=k, dtype=torch.float16) for k in range(2)]
+    layers = [[x[..., k : k + 16], x[..., 8 - k : 24 - k]] for k, x in enumerate(wide)]
+    squares, diagonals = interpreted(grams.gram_squares_kernel, layers, tiles=SMALL, descriptor=True)
+    for k, (right, left) in enumerate(layers):
+        close((squares[k], diagonals[k]), [left], right)
+
+
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 32, 90])
 @pytest.mark.parametrize("widths", [(7,), (16, 1, 3, 2)])
 def test_kernel_at_the_edges_of_tiles(tokens, widths):

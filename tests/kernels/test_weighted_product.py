@@ -77,6 +77,25 @@ def test_several_products_in_one_launch(layout, parts, descriptor):
         assert total.equal(weighted_product_twin(left, right, weights, torch.float32))
 
 
+def test_layers_of_one_launch_of_which_one_begins_between_two_multiples_of_16_bytes():
+    """It is copied, so that bulk copies can read it, and the others with it, which have the same strides as before."""
+    wide = [random(2, 18, 24, seed=k, dtype=torch.float16) for k in range(2)]
+    lefts, rights = (
+        [x[..., k : k + 16] for k, x in enumerate(wide)],
+        [x[..., 8 - k : 24 - k] for k, x in enumerate(wide)],
+    )
+    weights = random(2, seed=5).abs()
+    got = interpreted(weighted_products_kernel, lefts, rights, weights, torch.float32, tiles=SMALL, descriptor=True)
+    for total, left, right in zip(got, lefts, rights, strict=True):
+        close(total, left, right, weights)
+
+
+def test_layers_of_two_layouts_in_one_launch_are_refused():
+    lefts, rights = [random(2, 9, 8), random(2, 8, 9).mT], [random(2, 9, 5)] * 2
+    with pytest.raises(GramianError, match="layers of one launch: strides"):
+        weighted_products_kernel(lefts, rights, random(2), torch.float32, tiles=SMALL, descriptor=False)
+
+
 @settings(max_examples=examples(8))
 @given(
     samples=st.integers(1, 5),

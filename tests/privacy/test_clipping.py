@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import gramian
 from gramian.oracles.clipped_sum import clip, clipped_sum
-from gramian.privacy.clipping import weighted_sums
+from gramian.privacy.clipping import sample_norms, weighted_sums
 from gramian.privacy.clipping.clip_factors import SLACK
 from gramian.privacy.options import Tuning
-from gramian.taps.gradients import Joined
+from gramian.taps.gradients import Joined, Outer
 from gramian.taps.gradients.outer import weighted_totals
 from gramian.taps.model.whole_layers import whole_classes
 from tests.kit.matrix import FULL, sample, some
@@ -487,6 +487,28 @@ def test_layers_of_one_launch_get_the_sums_of_each_alone(
     for name, total in alone[0].items():
         torch.testing.assert_close(several[0][name], total, rtol=1e-10, atol=1e-13)
     assert alone[1] == 1 and several[1] == min(together, 3)
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("together", [2, 9])
+def test_a_layer_of_a_launch_whose_samples_are_formed_again_is_summed_alone(
+    together: int, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(6, 6, bias=False), nn.Tanh()))).double()
+    x, g = torch.randn(5, 7, 6, dtype=torch.float64), torch.randn(5, 7, 6, dtype=torch.float64)
+    alone, _ = _sums_of(copy.deepcopy(model), x, g, monkeypatch, 1)
+    gram = sample_norms.gram_of
+
+    def doubting(groups: list[list[Outer]]) -> tuple[Tensor, Tensor]:
+        squares_KB, doubtful_KB = gram(groups)
+        doubtful_KB[place, 2] = True
+        return squares_KB, doubtful_KB
+
+    monkeypatch.setattr(sample_norms, "gram_of", doubting)
+    several, _ = _sums_of(model, x, g, monkeypatch, together)
+    for name, total in alone.items():
+        torch.testing.assert_close(several[name], total, rtol=1e-10, atol=1e-13)
 
 
 def _sums_of(

@@ -120,7 +120,8 @@ def gram_squares_kernel(
     pairs = _pairs(tokens, tiles.rows)
     sums_2KBP = first[0].new_empty((2, len(layers), samples, pairs), dtype=torch.float32)
     if sums_2KBP.numel():
-        layers = [[fitted(tensor, descriptor) for tensor in layer] for layer in layers]
+        columns = [fitted(column, descriptor) for column in zip(*layers, strict=True)]
+        layers = [list(layer) for layer in zip(*columns, strict=True)]
         shapes: list[Any] = [(*strides(tensor, descriptor), tensor.shape[2]) for tensor in layers[0]]
         unused = MOST_LEFTS + 1 - len(first)
         with on_device(first[0]):

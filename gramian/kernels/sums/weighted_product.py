@@ -142,7 +142,7 @@ def weighted_products_kernel(
     parts = most if parts is None else parts
     steps_per_part = -(-steps // parts)
     parts = -(-steps // steps_per_part)
-    sides = [[fitted(x, descriptor) for x in pair] for pair in zip(lefts, rights, strict=True)]
+    sides = list(zip(fitted(lefts, descriptor), fitted(rights, descriptor), strict=True))
     left, right = sides[0]
     dtype = out_dtype if parts == 1 else torch.float32
     sums_PMN = [left.new_empty((parts, rows, columns), dtype=dtype) for _ in sides]

@@ -112,8 +112,8 @@ class ClippingWork:
     """Ranges [start, stop) of samples with a finite gradient; only these are summed. None: all samples."""
     weights: dict[tuple[torch.device, int], Tensor] = field(default_factory=dict)
     """Weights [B] (clip factor times the factor of the loss reduction) of the gradients, by device and number of the norm."""
-    launches: dict[str, list[str]] = field(default_factory=dict)
-    """{parameter: itself and others whose clipped sums are formed by one launch}, by sums that are products of one layout."""
+    launches: dict[str, list[str]] | None = None
+    """{parameter: itself and others whose clipped sums one launch forms}, for products of one layout; None: not planned yet."""
     totals: dict[str, Tensor] = field(default_factory=dict)
     """{parameter: its clipped sum} of the sums that were computed already."""
 

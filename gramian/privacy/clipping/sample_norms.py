@@ -74,10 +74,8 @@ def add_waiting(work: ClippingWork) -> None:
     """
     alike: dict[Any, list[dict[str, Outer]]] = {}
     for group in _gram_groups(work):
-        key = (
-            layout(*gram_sides([*group.values()])),
-            next(iter(group)) if work.stopwatch.on else "",
-        )  # timed one by one
+        alone = next(iter(group)) if work.stopwatch.on else ""  # what is timed is timed one by one
+        key = (layout(*gram_sides([*group.values()])), alone)
         alike.setdefault(key, []).append(group)
     for groups in alike.values():
         name, gradient = next(iter(groups[0].items()))
@@ -265,6 +263,7 @@ def confirm_factors(work: ClippingWork, sure: Mapping[int, Tensor], flags: Seque
     if not any(flags):
         return None
     work.totals.clear()
+    work.launches = None
     work.squares = dict(sure)
     for norms, doubtful in zip(work.doubtful, flags, strict=False):
         _recompute(work, norms, doubtful)

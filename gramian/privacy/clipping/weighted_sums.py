@@ -79,18 +79,19 @@ def _sum_saved(work: ClippingWork, name: str) -> list[str]:
 
 def _of_one_launch(work: ClippingWork, name: str) -> list[str]:
     """A parameter and those after it whose clipped sums are products of one layout, as many as one launch should form."""
-    if work.stopwatch.on or work.finite_runs is not None or name in work.recomputed:
+    if work.stopwatch.on or work.finite_runs is not None:
         return [name]
-    if not work.launches:
-        _plan_launches(work)
-    return [other for other in work.launches.get(name, [name]) if other not in work.recomputed]
+    if work.launches is None:
+        work.launches = _planned_launches(work)
+    return work.launches.get(name, [name])
 
 
-def _plan_launches(work: ClippingWork) -> None:
-    """Set `work.launches`."""
+def _planned_launches(work: ClippingWork) -> dict[str, list[str]]:
+    """{parameter: it and others of one launch}; sums with samples whose gradients were formed again are made by themselves."""
+    launches: dict[str, list[str]] = {}
     alike: dict[Any, list[str]] = {}
     for name, saved in work.saved.items():
-        if isinstance(saved.gradient, Outer):
+        if isinstance(saved.gradient, Outer) and name not in work.recomputed:
             key = (layout(*saved.gradient.tensors()), wide_dtype(work.trained[name]), work.clip.groups[name])
             alike.setdefault(key, []).append(name)
     for names in alike.values():
@@ -99,7 +100,8 @@ def _plan_launches(work: ClippingWork) -> None:
         size = products_of_one_launch(first.left_BTM, first.right_BTN)
         for begin in range(0, len(names), size):
             together = names[begin : begin + size]
-            work.launches |= dict.fromkeys(together, together)
+            launches |= dict.fromkeys(together, together)
+    return launches
 
 
 def sum_in_second_pass(work: ClippingWork, record: ParameterRecord) -> None:
