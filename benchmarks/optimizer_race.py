@@ -58,24 +58,26 @@ GRIDS: dict[str, dict[str, list[Trial]]] = {
         "adamw": [
             *(Trial("adamw", lr, beta) for beta in (0.95, 0.99) for lr in (7e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3)),
             *(Trial("adamw", lr, 0.9) for lr in (1.4e-3, 2e-3, 2.8e-3)),
-            *(Trial("adamw", 2e-3, 0.95, warmup=warmup) for warmup in (20, 80, 160)),
+            *(Trial("adamw", 2e-3, 0.95, warmup=warmup) for warmup in (20, 80, 160, 320)),
+            *(Trial("adamw", lr, 0.95, warmup=warmup) for lr in (2.8e-3, 4e-3) for warmup in (160, 320)),
+            *(Trial("adamw", lr, 0.99, warmup=160) for lr in (2e-3, 2.8e-3)),
         ],
         "muon": [
             *(Trial("muon", lr, 0.95, rest) for lr in (4e-3, 8e-3, 1.6e-2) for rest in (1e-3, 2e-3)),
             *(Trial("muon", lr, 0.9, 2e-3) for lr in (4e-3, 8e-3, 1.6e-2)),
             *(Trial("muon", 8e-3, beta, 4e-3) for beta in (0.85, 0.9)),
             Trial("muon", 8e-3, 0.85, 2e-3),
-            *(Trial("muon", 8e-3, 0.9, 2e-3, warmup=warmup) for warmup in (20, 80)),
+            *(Trial("muon", 8e-3, 0.9, 2e-3, warmup=warmup) for warmup in (20, 80, 160)),
         ],
         "soap": [
             *(Trial("soap", lr, 0.95) for lr in (1e-3, 2e-3, 4e-3, 8e-3)),
             *(Trial("soap", 4e-3, beta) for beta in (0.9, 0.98)),
-            *(Trial("soap", 4e-3, 0.95, warmup=warmup) for warmup in (20, 80, 160, 320)),
+            *(Trial("soap", 4e-3, 0.95, warmup=warmup) for warmup in (20, 80, 160, 320, 480)),
         ],
         "shampoo": [
             *(Trial("shampoo", lr, 0.9) for lr in (1e-4, 3e-4, 1e-3, 3e-3)),
             *(Trial("shampoo", lr, 0.95) for lr in (3e-4, 1e-3)),
-            *(Trial("shampoo", 3e-4, 0.9, warmup=warmup) for warmup in (20, 160)),
+            *(Trial("shampoo", lr, 0.9, warmup=160) for lr in (3e-4, 1e-3)),
         ],
         "sgd": [
             *(Trial("sgd", lr, 0.9) for lr in (0.1, 0.3, 1.0, 3.0)),
@@ -105,7 +107,7 @@ GRIDS: dict[str, dict[str, list[Trial]]] = {
             Trial("muon", 5.6e-3, 0.8, 4e-3, warmup=160),
             Trial("muon", 5.6e-3, 0.8, 1.6e-2),
             Trial("muon", 5.6e-3, 0.8, 8e-3, warmup=160),
-            Trial("muon", 5.6e-3, 0.8, 3.2e-2),
+            *(Trial("muon", 5.6e-3, 0.8, rest) for rest in (3.2e-2, 6.4e-2)),
         ],
         "soap-1024": [
             *(Trial("soap-1024", 4e-3, beta, warmup=160) for beta in (0.9, 0.95, 0.98)),
@@ -122,6 +124,8 @@ GRIDS: dict[str, dict[str, list[Trial]]] = {
             *(Trial("sgd", lr, beta) for beta in (0.98, 0.99) for lr in (0.01, 0.03, 0.1)),
             Trial("sgd", 0.3, 0.98),
             Trial("sgd", 0.03, 0.995),
+            *(Trial("sgd", lr, beta) for beta in (0.9, 0.95) for lr in (0.03, 0.1)),
+            *(Trial("sgd", lr, 0.98, warmup=500) for lr in (0.03, 0.1)),
         ],
     },
 }
@@ -133,22 +137,27 @@ IMAGES: dict[str, list[Trial]] = {
         *(Trial("adamw", lr, beta, warmup=400) for lr in (1e-3, 1.4e-3, 2e-3) for beta in (0.9, 0.99)),
         *(Trial("adamw", lr, 0.95, warmup=warmup) for lr, warmup in ((1.4e-3, 400), (1e-3, 600))),
         *(Trial("adamw", lr, beta) for lr, beta in ((1.6e-2, 0.99), (1.6e-2, 0.95), (8e-3, 0.999))),
-        *(Trial("adamw", lr, 0.9, warmup=warmup) for lr, warmup in ((2.8e-3, 400), (2e-3, 600))),
+        *(
+            Trial("adamw", lr, 0.9, warmup=warmup)
+            for lr, warmup in ((2.8e-3, 400), (2e-3, 600), (2.8e-3, 600), (4e-3, 400))
+        ),
+        Trial("adamw", 2.8e-3, 0.8, warmup=400),
     ],
     "muon": [
         *(Trial("muon", lr, b, rest) for b in (0.9, 0.95) for lr in (4e-3, 8e-3, 1.6e-2) for rest in (1e-3, 4e-3)),
         *(Trial("muon", lr, 0.9, 8e-3) for lr in (1.6e-2, 3.2e-2)),
         *(Trial("muon", 2e-3, 0.95, rest) for rest in (4e-3, 8e-3)),
-        Trial("muon", 3.2e-2, 0.9, 4e-3),
+        *(Trial("muon", lr, 0.9, 4e-3) for lr in (3.2e-2, 6.4e-2)),
     ],
     "soap": [
         *(Trial("soap", lr, beta) for beta in (0.95, 0.99) for lr in (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)),
-        Trial("soap", 8e-3, 0.9),
+        *(Trial("soap", 8e-3, beta) for beta in (0.8, 0.9)),
     ],
     "shampoo": [Trial("shampoo", lr, beta) for beta in (0.9, 0.95) for lr in (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)],
     "sgd": [
         *(Trial("sgd", lr, beta) for beta in (0.9, 0.98) for lr in (0.01, 0.03, 0.1, 0.3, 1.0)),
-        Trial("sgd", 0.3, 0.99),
+        *(Trial("sgd", lr, 0.99) for lr in (0.3, 1.0)),
+        Trial("sgd", 0.3, 0.995),
         *(Trial("sgd", lr, 0.8) for lr in (0.03, 0.1)),
     ],
 }
