@@ -71,6 +71,20 @@ def test_a_compiled_model_is_proven_before_its_graph_runs():
     torch.testing.assert_close(compiled.values, eager.values, rtol=1e-4, atol=0)
 
 
+def test_attention_that_adds_atomically_is_proven_bit_for_bit():
+    config = GPTConfig(vocabulary=96, context=512, layers=6, width=256, heads=4)
+    model = GPT(config).cuda().to(torch.bfloat16)
+    x = torch.randint(96, (4, 512), generator=torch.Generator().manual_seed(1)).cuda()
+    flags = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cudnn.deterministic
+    with gramian.per_sample_norms(model):
+        backward(model, x)
+    (found,) = hub_of(model).proof.proven.values()
+    assert found.exact
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert (torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cudnn.deterministic) == flags
+    assert torch.utils.deterministic.fill_uninitialized_memory
+
+
 class Sorted(nn.Module):
     """Encodes its samples in the order of their first number."""
 

@@ -1,5 +1,6 @@
 """Context managers for runs of a row proof, after which the user's model is in its earlier state."""
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -18,7 +19,7 @@ from gramian.taps.model.run_eagerly import run_eagerly
 
 @contextmanager
 def undisturbed(root: nn.Module, arguments: Iterable[Any], shares: TensorParallel | None = None) -> Iterator[None]:
-    """Context manager for runs of a proof; inside, compiled modules run eagerly and float32 products are exact.
+    """Context manager for runs of a proof; inside, compiled modules run eagerly, float32 products are exact, GPUs add in order.
 
     Inside, saved-tensor hooks that were set around the model (checkpoints) are not called, and weight matrices that are all
     zero have random values, because no gradient would flow through them. Random generators among `arguments`, those of the
@@ -28,10 +29,38 @@ def undisturbed(root: nn.Module, arguments: Iterable[Any], shares: TensorParalle
         preserve_state(root, counters=True, arguments=arguments),
         run_eagerly(),
         exact_float32(),
+        _added_in_order(),
         _without_hooks_around(),
         zeros_filled(root, None if isinstance(root, FSDPModule) else shares),
     ):
         yield
+
+
+@contextmanager
+def _added_in_order() -> Iterator[None]:
+    """Context manager: kernels of a GPU add in a fixed order where torch has such kernels, so that equal runs have equal bits.
+
+    Attention adds atomically in its backward: over some thirty layers in half precision two equal runs end percents apart,
+    which would hide a row that changes. Nothing changes where there is no GPU, or the user has chosen these kernels before.
+    """
+    cuda, cudnn, memory = torch.backends.cuda, torch.backends.cudnn, torch.utils.deterministic
+    if not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    before = cuda.cudnn_sdp_enabled(), cudnn.deterministic, memory.fill_uninitialized_memory  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*deterministic")
+        torch.set_deterministic_debug_mode("warn")
+        cuda.enable_cudnn_sdp(False)  # has no fixed order, and is not left out where torch only warns
+        cudnn.deterministic = True
+        memory.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode("default")
+            cuda.enable_cudnn_sdp(before[0])
+            cudnn.deterministic = before[1]
+            memory.fill_uninitialized_memory = before[2]  # type: ignore[attr-defined]
 
 
 def _without_hooks_around() -> AbstractContextManager[Any]:

@@ -108,8 +108,8 @@ class ProofRuns:
             beginning: the state from which every run begins; None: the present one.
         """
         self._model, self._execute, self._samples, self._seed = model, execute, samples, seed
-        self._root = model.root_module
-        self.beginning = beginning or InitialState(self._root, samples.leaves)
+        self.root = model.root_module
+        self.beginning = beginning or InitialState(self.root, samples.leaves)
         """The state from which every run begins."""
         self.count = 0
         self.cotangents: list[Tensor | None] = []
@@ -159,7 +159,7 @@ class ProofRuns:
             GramianError: if the forward writes into a frozen parameter.
         """
         self._begin()
-        frozen = {name: p for name, p in user_names.named_parameters(self._root) if not p.requires_grad}
+        frozen = {name: p for name, p in user_names.named_parameters(self.root) if not p.requires_grad}
         before = checksums_of(frozen)
         with self._model.untapped() as weights:
             outputs = self._find_second(self._results(self._samples.take(self.everyone)))
@@ -248,7 +248,7 @@ class ProofRuns:
         called = {name for name, _, _ in run.calls}
         taps = (tap.parameters.values() for tap in self._model.taps if tap.name in called)
         called |= {name for names in taps for name in names}
-        known = {id(p): name for name, p in user_names.named_parameters(self._root) if name in self._model.parameters}
+        known = {id(p): name for name, p in user_names.named_parameters(self.root) if name in self._model.parameters}
         returned = {rows_over_batch(size, self._samples.batch) for sizes in run.first_axes.values() for size in sizes}
         return LayerUses(
             frozenset(run.calls),
@@ -272,9 +272,9 @@ class ProofRuns:
 
     def _results(self, arguments: Any) -> list[Tensor]:
         """The floating-point tensors that the model returns on these arguments, then those that it stores in attributes."""
-        before = {id(t) for t in graph_tensors(self._root).values()}
+        before = {id(t) for t in graph_tensors(self.root).values()}
         returned = output_tensors(self._execute(arguments))
-        left = left_in_attributes(self._root, before, returned)
+        left = left_in_attributes(self.root, before, returned)
         returned = [y.full_tensor() if isinstance(y, DTensor) else y for y in returned]
         self.returned = len(returned)
         self.titles = [f"output {i} of the model" for i in range(len(returned))]

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from gramian.taps.audit import AGREES
 from gramian.taps.model.dropout import WithoutDropout
 from gramian.taps.proof.proof_runs import SCALE, ProofRuns, Refuted, TappedRun
-from gramian.taps.proof.row_fingerprint import HALF, Fingerprint, relative_rounding
+from gramian.taps.proof.row_fingerprint import Fingerprint, relative_rounding
 from gramian.taps.proof.row_recorder import Key, Sketch, disagreement, sketches_of
 from gramian.taps.sites.generic import REPRODUCES
 
@@ -139,8 +139,10 @@ class RowComparison:
         """
         halved, totals = sketches_of(gradients), base.recorder.totals
         bad = disagreement(totals, halved, AGREES, floor=base.rounding, factors=(SCALE,))
-        if bad is not None and bad[0] in totals and any(torch.finfo(one.dtype).eps > HALF for one in halved.values()):
-            bad = disagreement(totals, halved, AGREES, factors=(SCALE,), noise=self._noise(halved))
+        half = self._half(base)
+        if bad is not None and bad[0] in totals and half is not None:
+            rounded = {name: replace(sketch, dtype=half) for name, sketch in halved.items()}
+            bad = disagreement(totals, rounded, AGREES, factors=(SCALE,), noise=self._noise(halved))
         if bad is not None and bad[0] not in totals:
             raise Refuted(
                 f"{bad[0]}: got a gradient, but none through its layer; expected the weight to be used through its own module "
@@ -155,6 +157,12 @@ class RowComparison:
                 bad[0],
             )
         return all(sketch.finite for sketch in (*totals.values(), *halved.values()))
+
+    def _half(self, base: TappedRun) -> torch.dtype | None:
+        """The half precision of some layer, output or frozen weight: gradients of float32 adapters beside it round alike."""
+        seen = {torch.finfo(p.dtype).eps for p in self._runs.root.parameters() if p.is_floating_point()}
+        seen |= {print_.eps for print_ in (*base.rows.values(), *base.outputs)}
+        return next((dtype for dtype in (torch.bfloat16, torch.float16) if torch.finfo(dtype).eps in seen), None)
 
     def _noise(self, halved: Mapping[str, Sketch]) -> dict[str, float]:
         """{parameter: how far SCALE times autograd's gradient moves where everything rounds otherwise}: cotangents times 3/4.
