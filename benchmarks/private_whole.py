@@ -176,13 +176,13 @@ def main() -> None:
                     "by_round": [a / b for a, b in zip(times["private"], times["plain"], strict=True)],
                 }
                 rows[f"{name} {length}{' compiled' if compiled else ''}"] = found
-                if arguments.forced and not compiled and name != "lora":
-                    found["forced_over_plan"] = forced(base, x, private, arguments.rounds)
-                    _let_go()  # what a choice without room left behind
                 if arguments.profile:
                     found["private"] = profiled(private, engine)
                     if name != "lora":  # whose plain step is of the model that is private now
                         found["plain"] = {"busy_and_host": busy_and_host(plain), "kernels": kernels(plain)}
+                if arguments.forced and not compiled and name != "lora":
+                    found["forced_over_plan"] = forced(base, x, private, arguments.rounds)
+                    _let_go()  # what a choice without room left behind
                 print(name, length, compiled, found, flush=True)
                 engine.detach()
                 del models, plain, private, engine

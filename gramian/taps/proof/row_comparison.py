@@ -139,10 +139,9 @@ class RowComparison:
         """
         halved, totals = sketches_of(gradients), base.recorder.totals
         bad = disagreement(totals, halved, AGREES, floor=base.rounding, factors=(SCALE,))
-        half = self._half(base)
+        half = half_precision(self._runs, base)
         if bad is not None and bad[0] in totals and half is not None:
-            rounded = {name: replace(sketch, dtype=half) for name, sketch in halved.items()}
-            bad = disagreement(totals, rounded, AGREES, factors=(SCALE,), noise=self._noise(halved))
+            bad = disagreement(totals, halved, AGREES, factors=(SCALE,), noise=self._noise(halved), half=half)
         if bad is not None and bad[0] not in totals:
             raise Refuted(
                 f"{bad[0]}: got a gradient, but none through its layer; expected the weight to be used through its own module "
@@ -157,12 +156,6 @@ class RowComparison:
                 bad[0],
             )
         return all(sketch.finite for sketch in (*totals.values(), *halved.values()))
-
-    def _half(self, base: TappedRun) -> torch.dtype | None:
-        """The half precision of some layer, output or frozen weight: gradients of float32 adapters beside it round alike."""
-        seen = {torch.finfo(p.dtype).eps for p in self._runs.root.parameters() if p.is_floating_point()}
-        seen |= {print_.eps for print_ in (*base.rows.values(), *base.outputs)}
-        return next((dtype for dtype in (torch.bfloat16, torch.float16) if torch.finfo(dtype).eps in seen), None)
 
     def _noise(self, halved: Mapping[str, Sketch]) -> dict[str, float]:
         """{parameter: how far SCALE times autograd's gradient moves where everything rounds otherwise}: cotangents times 3/4.
@@ -276,6 +269,13 @@ class RowComparison:
                 if not _same_bits(base, self._repeats[-1], direction):
                     return False
         return True
+
+
+def half_precision(runs: ProofRuns, base: TappedRun) -> torch.dtype | None:
+    """The half precision of some layer, output or frozen weight: gradients of float32 adapters beside it round alike."""
+    seen = {torch.finfo(p.dtype).eps for p in runs.root.parameters() if p.is_floating_point()}
+    seen |= {print_.eps for print_ in (*base.rows.values(), *base.outputs)}
+    return next((dtype for dtype in (torch.bfloat16, torch.float16) if torch.finfo(dtype).eps in seen), None)
 
 
 class _Shapes(TorchFunctionMode):

@@ -188,6 +188,7 @@ def disagreement(
     floor: float = 0.0,
     factors: Sequence[float] = (1.0,),
     noise: Mapping[str, float] | None = None,
+    half: torch.dtype | None = None,
 ) -> tuple[str, float, float] | None:
     """(name, norm of the taps' gradient, norm of autograd's) of the first parameter whose gradients differ; None: all agree.
 
@@ -204,6 +205,7 @@ def disagreement(
         factors: possible ratios of autograd's to the taps' gradients; the best fit over all parameters is used.
         noise: {parameter: how far autograd's gradient is from itself where all of a run rounds otherwise}; 3 times as much is
             allowed, up to a quarter of the gradient.
+        half: dtype of layers that the gradients came through, if it is narrower than theirs.
     """
     if not all(sketch.finite for sketch in (*theirs.values(), *sketches.values())):
         return None  # what is not finite cannot be compared
@@ -211,7 +213,7 @@ def disagreement(
     squares = sum(float(mine.square().sum()) for mine, _ in both)
     fitted = sum(float(mine @ other) for mine, other in both) / squares if squares else 1.0
     factor = min(factors, key=lambda one: abs(one - fitted))
-    every = [sketch.dtype for sketch in (*theirs.values(), *sketches.values())]
+    every = [sketch.dtype for sketch in (*theirs.values(), *sketches.values())] + ([] if half is None else [half])
     dtype = max(every, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)  # runs differ by its rounding
     info, accumulator = torch.finfo(dtype), min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
     total = sum(sketch.norm**2 for sketch in theirs.values()) ** 0.5

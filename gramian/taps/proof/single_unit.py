@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gramian.core.errors import GramianError
 from gramian.taps.proof.proof_runs import ProofRuns, Refuted, TappedRun
+from gramian.taps.proof.row_comparison import half_precision
 from gramian.taps.proof.row_recorder import Sketch, disagreement, sketches_of
 from gramian.taps.proof.sample_arguments import SampleArguments
 
@@ -88,7 +89,7 @@ def compare_alone(
     for unit, alone, copies in found:
         mine = base.recorder.own.get(unit.number, {})
         factors = (float(copies), samples.batch / len(unit.rows)) if scalar else (1.0,)
-        bad = disagreement(mine, alone, ALONE, floor=base.rounding, factors=factors)
+        bad = disagreement(mine, alone, ALONE, floor=base.rounding, factors=factors, half=half_precision(runs, base))
         if bad is not None:
             raise Refuted(
                 f"{bad[0]}: sample {unit.rows[0]} alone has a gradient of norm {bad[2]:.4g}, and in the batch one of norm "
