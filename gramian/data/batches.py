@@ -65,8 +65,7 @@ class Batches:
     """Batches by data position, the same for any number of ranks and workers.
 
     The windows of a step are split over the ranks contiguously and as evenly as possible, and on a rank into micro-batches.
-    Every rank has the same number of micro-batches; a rank without windows for its last one gets a single row without loss
-    terms.
+    Every rank has as many micro-batches; one without windows for its last one gets a single row without loss terms.
 
     The first `from_position` starts the workers, and later calls reuse them, so one `Batches` should serve a run. Workers use
     no random numbers, and the loader has its own generator. Workers leave the process group, so that Ctrl-C reaches only the

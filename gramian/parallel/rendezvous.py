@@ -19,6 +19,8 @@ _numbers: dict[str, int] = {}
 """{name of a process group: the last number that `next_number` returned for it}."""
 PATIENCE = timedelta(minutes=30)
 ALL_HERE = "all here"
+PLACES, BITS = ("work", "a forward", "the end of a backward", "an optimizer step"), 15
+"""Where processes meet, and the bits of a counter for each, which allow for 32767 processes."""
 
 
 def next_number(group: Any) -> int:
@@ -29,6 +31,12 @@ def next_number(group: Any) -> int:
     name = _group(group).group_name
     _numbers[name] = _numbers.get(name, -1) + 1
     return _numbers[name]
+
+
+def _by_place(counter: int) -> dict[str, int]:
+    """{place: how many processes came to it} of a rendezvous' counter; without the places to which none came."""
+    counts = {place: counter >> BITS * number & (1 << BITS) - 1 for number, place in enumerate(PLACES)}
+    return {place: count for place, count in counts.items() if count}
 
 
 def _group(group: Any) -> Any:
@@ -46,32 +54,39 @@ class Rendezvous:
     patience: timedelta = PATIENCE
     """How long a process waits for the others."""
 
-    def wait_for_all(self, before: "Rendezvous | None" = None) -> str:
+    def wait_for_all(self, before: "Rendezvous | None" = None, place: str = PLACES[0]) -> str:
         """Join, and wait until all other ranks have joined or one has declined.
 
         Args:
             before: an earlier rendezvous, whose keys are deleted once all have joined this one; None: nothing is deleted.
+            place: one of `PLACES`, where this process is; the counter has `BITS` bits for each of them.
 
         Returns:
-            "" if all joined, else "process R: reason" of the first that declined.
+            "" if all joined at one place, else "process R: reason" of the first that declined, or how many are at which place.
 
         Raises:
             GramianError: if the other ranks do not join within `patience`.
         """
         store, size = self._store(), dist.get_world_size(self.group)
-        if store.add("here", 1) == size:
-            store.set("word", ALL_HERE)
+        here = _by_place(store.add("here", 1 << BITS * PLACES.index(place)))
+        if sum(here.values()) == size:
+            places = " and ".join(f"{count} at {place}" for place, count in here.items())
+            apart = (
+                f"step: processes are {places}; expected as many forwards, backwards and steps of each, samples or none"
+            )
+            message = ALL_HERE if len(here) == 1 else apart
+            store.set("word", message)
             if before is not None:
                 before._forget()
-            return ""
-        try:
-            store.wait(["word"], self.patience)
-        except RuntimeError:  # torch.distributed.DistStoreError is one
-            here = store.add("here", 0)
-            raise GramianError(
-                f"process_group: {here} of {size} processes came to {self.name} within {self.patience}; expected all of them"
-            ) from None
-        message: str = store.get("word").decode()
+        else:
+            try:
+                store.wait(["word"], self.patience)
+            except RuntimeError:  # torch.distributed.DistStoreError is one
+                came = sum(_by_place(store.add("here", 0)).values())
+                raise GramianError(
+                    f"process_group: {came} of {size} processes came to {self.name} within {self.patience}; expected all"
+                ) from None
+            message = store.get("word").decode()
         return "" if message == ALL_HERE else message
 
     def decline(self, why: str) -> None:

@@ -61,11 +61,12 @@ class SharedRefusals:
             self._tell(error)
         return self.in_backward
 
-    def meet(self) -> None:
-        """Wait until all processes are here, or one has refused something. One rendezvous; nothing with one process.
+    def meet(self, place: str) -> None:
+        """Wait until all processes are at this place, or one has refused something. One rendezvous; nothing with one process.
 
         Raises:
-            GramianError: on all of them if one refused something: its own error there, and "process R: reason" elsewhere.
+            GramianError: on all of them if one refused something (its own error there, and "process R: reason" elsewhere), or
+                if processes are at different places.
         """
         held, self._held = self._held, None
         if held is not None:
@@ -74,7 +75,7 @@ class SharedRefusals:
         if self._grid.size > 1:
             meeting, before = self._next(), self._before
             self._before = meeting
-            if reason := meeting.wait_for_all(before):
+            if reason := meeting.wait_for_all(before, place):
                 error = RefusedElsewhere(reason)
                 self._told = weakref.ref(error)
                 raise error

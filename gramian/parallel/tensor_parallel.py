@@ -237,8 +237,7 @@ class TensorParallel:
         """The samples of a tensor [k·B, …] that this process is assigned, with all features. Collective if it is sharded.
 
         Args:
-            t: tensor with k rows per sample, replicated or sharded over the group; [1, …] is shared by all samples and returned
-                in full.
+            t: tensor with k rows per sample, replicated or sharded over the group; [1, …] is all samples' and returned.
             batch: number of samples B.
 
         Raises:

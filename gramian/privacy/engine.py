@@ -141,8 +141,7 @@ class PrivacyEngine(PrivateBatches):
             max_physical_batch: largest number of samples in one backward; a larger Poisson draw is split into micro-batches.
                 "auto", or bytes such as "24GB" that a step may take beside the weights: planned from forwards of single
                 records, a power of two (`engine.max_physical_batch`). None: no limit.
-            memory_budget: bytes, or text such as "8GB", that clipping may store; None: about as much as the step's activations
-                take.
+            memory_budget: bytes, or text such as "8GB", that clipping may store; None: about what the step's activations take.
             loss_scale: factor of the loss before backward, or the `GradScaler` that applies it.
             expected_batch: average number of samples of a step over all processes; None: the loader's batch size times the
                 number of processes.

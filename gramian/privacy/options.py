@@ -171,8 +171,7 @@ class Tuning:
     adaptive: bool = True
     """With norm_algorithm="auto", choose the norm algorithm of linear layers by shape; False: "direct" for all."""
     layerwise: bool = True
-    """Add each clipped sum to `p.grad`, and reduce it over processes, before the next is computed; False: compute all sums
-    first."""
+    """Add each clipped sum to `p.grad`, and reduce it over processes, before the next is computed; False: all sums first."""
 
 
 def check_opacus(given: Mapping[str, Any], loss_reduction: str | float) -> None:

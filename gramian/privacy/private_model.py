@@ -208,15 +208,8 @@ class PrivateModel:
         stack.callback(self._ledger.close)
         rest = self._truncation() or self.noise.kind
         self._kind: Kind = (options.noise_multiplier, rate.sample_rate, *rest)
-        self._ledger.open(
-            marked,
-            data,
-            self._kind,
-            self.parallel,
-            device,
-            weights,
-            None if self.metric is None else self.metric.digest,
-        )
+        metric = None if self.metric is None else self.metric.digest
+        self._ledger.open(marked, data, self._kind, self.parallel, device, weights, metric)
         self.units.refuse_other_adjacency(self._ledger)
 
     def _private_loader(self, data_loader: DataLoader[Any]) -> PrivateLoader:
@@ -267,20 +260,9 @@ class PrivateModel:
             self.clipping = self._install_on_root(stack)
         else:
             self.clipping = self._install_taps(stack)
+        taking_part = self.sums, self.clipping, self.outside, self._ledger, self._stopwatch, self.clip, self.quantile
         self.step = PrivateStep(
-            options,
-            self.rate,
-            trained,
-            self.sums,
-            self.clipping,
-            self.outside,
-            self._ledger,
-            self._stopwatch,
-            self.clip,
-            self.quantile,
-            self.metric,
-            self.noise.strategy,
-            self.refusals,
+            options, self.rate, trained, *taking_part, self.metric, self.noise.strategy, self.refusals
         )
         self.units.clipping = self.clipping
         self.clipping.on_begin = self.refusals.held()(self.step.before_backward)
@@ -294,26 +276,18 @@ class PrivateModel:
 
     def _install_on_root(self, stack: ExitStack) -> SingleSampleClipping:
         clipping = SingleSampleClipping(self.root, self.trained, self.sums, self.options, self.clip, self.metric)
-        clipping.on_inputs = self._check_inputs
+        clipping.on_inputs, clipping.refusals = self.refusals.told()(self._check_inputs), self.refusals
         stack.callback(clipping.remove)
         return clipping
 
     def _install_taps(self, stack: ExitStack) -> Clipping:
         hub, proof = hub_of(self.root), self.proof.option
         clipping = Clipping(
-            hub,
-            self.trained,
-            self.sums,
-            self.options,
-            self._tuning,
-            self._stopwatch,
-            proof,
-            self.clip,
-            self.metric,
+            hub, self.trained, self.sums, self.options, self._tuning, self._stopwatch, proof, self.clip, self.metric
         )
         clipping.proof_is_due, clipping.proof_failed = self.proof_is_due, self._proof_failed
         hub.proof.know_loader(self._samples_alone)
-        stack.callback((bypass := BypassDetector(self.trained, lambda: hub.live)).remove)
+        stack.callback((bypass := BypassDetector(self.trained, lambda: hub.live, hub.told)).remove)
         clipping.on_watch = bypass.watch
         if self.parallel.uses_fsdp2:
             for _ in unsharded_units(self.root):

@@ -54,8 +54,7 @@ class PrivateStep:
         """Store the parts; `clipping` computes the clipped sums of each backward and adds them to `sums`.
 
         `clip` says how large they are, and with "adaptive" `quantile` changes it with every release. Norms are measured, and
-        noise is drawn, in the `metric`, if there is one. `strategy` correlates the noise; None: it is independent in every
-        release.
+        noise is drawn, in the `metric`, if there is one. `strategy` correlates the noise; None: nothing does.
         """
         self._clip, self._quantile = clip, quantile
         self._metric, self._strategy, self._refusals = metric, strategy, refusals
@@ -155,24 +154,17 @@ class PrivateStep:
         scaling = scaling_at(optimizer, self._options.loss_scale)
         poisson = self._options.poisson_sampling
         ends = not poisson or self.progress.ends_draw(self._ledger.counter.released)
-        if not self._refusals.in_backward:  # else at its end
-            self._refusals.meet()
+        if ends:
+            self._reserve()
+        self._refusals.meet("an optimizer step")
         if not ends:
             unchanged = self._sums.compare(scaling)
             self._sums.move(scaling)
             self.stepped = False
             unchanged()
             return
-        if not poisson and not self._rate.given:
-            self._account_for_backwards()
-        try:
-            self._ledger.refuse_past_limit()
-        except GramianError:
-            self._forget()  # it has no noise
-            raise
         unchanged = self._sums.compare(scaling)
         if self._metric is not None:
-            self._metric.begin_draw()  # of a draw without a sample
             self._metric.agree()
         number = self._ledger.begin()
         self.progress.passes_since_step = 0
@@ -191,6 +183,19 @@ class PrivateStep:
         unchanged()
         self.stepped = True
         self._stopwatch.step += 1
+
+    def _reserve(self) -> None:
+        """Whatever may refuse a release on one process alone, before the processes meet and any of them begins it."""
+        if not self._options.poisson_sampling and not self._rate.given:
+            self._account_for_backwards()
+        if self._metric is not None:
+            self._metric.begin_draw()  # of a draw without a sample
+        try:
+            self._ledger.refuse_past_limit()
+        except GramianError:
+            self._forget()  # it has no noise
+            raise
+        self._ledger.reserve()
 
     def _account_for_backwards(self) -> None:
         """Without Poisson sampling, multiply the sample rate of a step by the number of batches that were summed in it.

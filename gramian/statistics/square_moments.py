@@ -86,8 +86,7 @@ class SquareMoments:
 def _squares(gradient: PerSampleGradient, per: str, scale: float | Tensor) -> Iterator[Tensor]:
     """Squared gradients of all samples in chunks [b, *shape], float64, of at most `WIDE` entries or one sample.
 
-    `per` "token": squares of each token's gradient, summed over tokens. `scale` multiplies the gradients before they are
-    squared.
+    `per` "token": squares of each token's gradient, summed over tokens. `scale` multiplies them before they are squared.
     """
     for part in gradient.chunks():
         if per == "token":

@@ -181,8 +181,7 @@ class Audit:
     def watch(self, name: str, tensor: Tensor) -> None:
         """Hook `tensor`, which the forward uses as parameter `name`, to read autograd's gradient of it on this process.
 
-        Under FSDP2 it is the gathered weight. Tensors that are hooked already, are not to be compared or get no gradient are
-        ignored.
+        Under FSDP2 it is the gathered weight. Ignored: tensors hooked already, not to be compared, or without gradient.
         """
         known = name not in self._names or id(tensor) in self._watched
         if not known and tensor.requires_grad and tensor.is_leaf and self._is_read(tensor):

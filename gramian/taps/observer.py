@@ -53,7 +53,8 @@ class Observe(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Report saved inputs and output gradients to the listeners, and pass the gradients on unchanged."""
         saved = [t.detach() for t in ctx.saved_tensors]  # the values, not the graph that made them
-        report(ctx.use, saved, list(gradients))
+        with ctx.use.model.told():
+            report(ctx.use, saved, list(gradients))
         return None, None, None, *gradients, *[None] * ctx.saved
 
 
@@ -100,7 +101,9 @@ def _emit(ticket: Tensor, key: Tensor, ordinal: int, saved: list[Tensor], gradie
     `ticket`: number of the pass. `key`: number of the tap. `ordinal`: number of earlier calls of the layer. Returns a 0-dim 1,
     the gradient of the probe.
     """
-    report_compiled(_models[int(key)], _taps[int(key)], int(ticket), ordinal, saved, gradients)
+    model = _models[int(key)]
+    with model.told():
+        report_compiled(model, _taps[int(key)], int(ticket), ordinal, saved, gradients)
     return torch.ones(())
 
 

@@ -107,6 +107,8 @@ class RootForward:
         if model.proof_run is not None or in_backward():
             return forward(args, kwargs)
         sharded = isinstance(module, FSDPModule)
+        if not sharded:
+            self._meet()
         if not sharded or model.trusts_shapes:
             self._require_same_inputs(args, kwargs)
         if model.units_in(batch) < 2 or model.trusts_shapes:
@@ -125,12 +127,19 @@ class RootForward:
             GramianError: on every process, if the proof fails on one.
         """
         model = self._model
-        listens = model.live and torch.is_grad_enabled() and model.proof_run is None and model.weights is None
-        listens = listens and not model.trusts_shapes
-        if listens and not in_backward() and module is model.root():
+        listens = model.live and model.proof_run is None and model.weights is None
+        if not listens or in_backward() or module is not model.root():
+            return
+        self._meet()
+        if torch.is_grad_enabled() and not model.trusts_shapes:
             with model.refusals.told():
                 self._require_same_inputs(args, kwargs)
                 self._proof.together(lambda a, k: module(*a, **k), args, kwargs, self._samples_of(args, kwargs))
+
+    def _meet(self) -> None:
+        """Before a forward in which processes need each other: all raise what one of them refused since their last meeting."""
+        if self._model.refusals.in_backward:
+            self._model.refusals.meet("a forward")
 
     def begin_compiled(self, first: Tensor, read_arguments: Callable[[], Any]) -> int:
         """Run the row proof on the eager module before a compiled forward, open a pass, and return its number.

@@ -1,8 +1,7 @@
 """The tap of one layer: its name, its site (how this kind of layer is tapped), and the parameters whose gradients it computes.
 
 A tap exists as long as its layer. Compiled graphs refer to it by a number and so stay valid from one capture to the next. It
-only stores these facts: `tapped_model` has the state of the model, `layer_forward` runs the layer, `replaced_forward` installs
-the tap.
+only stores these facts: `tapped_model` has the state of the model, `layer_forward` runs it, `replaced_forward` installs it.
 """
 
 import itertools
@@ -39,8 +38,7 @@ class Tap:
         """Store a weak reference to the layer; `describe` sets name, site and parameters each time the tap is installed."""
         self.number = next_key()
         self.key = torch.tensor(self.number)
-        """The tap's number as a tensor: an input of compiled graphs, not a constant, so that layers of equal structure share
-        one graph."""
+        """The tap's number as a tensor: an input of compiled graphs, not a constant: layers of equal structure share one."""
         self.owner = weakref.ref(module)
         self.name = ""
         self.site: Site | None = None

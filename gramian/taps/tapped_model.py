@@ -11,7 +11,7 @@ Everything that runs on a tapped model reads and writes this one object. The mod
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -125,8 +125,7 @@ class TappedModel:
         self.ticket = torch.zeros(1, dtype=torch.int64)
         """The number of the pass under way, as an input of compiled graphs."""
         self.probe = torch.zeros((), requires_grad=True)
-        """An input of every observer (the identity on a layer's outputs), so that its backward runs even if no output of the
-        layer requires a gradient."""
+        """An input of every observer (the identity on a layer's outputs): its backward runs even if no output needs one."""
         self.probe.register_hook(refuse_create_graph)  # of a compiled backward, inside which grad mode is always off
         self.rule: GradientRule = Ordinary()
         self.parameters: dict[str, ParameterInfo] = {}
@@ -157,8 +156,7 @@ class TappedModel:
         self.batch_free: BatchFreeCalls = {}
         """{layer: numbers of its calls that return no batch axis, as a forward with one more sample has shown; None: all}."""
         self.layouts: Layouts = {}
-        """Where the samples lie in each call of the layers that have them elsewhere than on axis 0, for inputs of the structure
-        of the forward under way."""
+        """Where samples lie in each call of layers that have them elsewhere than on axis 0, for inputs as the present ones."""
         self.watcher: Watcher | None = None
         """Runs the calls of tapped layers in a proof's run without taps; None: nobody looks at them."""
         self.proof_run: ProofRun | None = None
@@ -168,8 +166,7 @@ class TappedModel:
         self.gathered: GatheredParameters | None = None
         """Finds tensors that are views of weights gathered by FSDP2; None while no taps are installed."""
         self.tensor_parallel: TensorParallel | None = None
-        """The processes of a tensor-parallel model, each of which computes gradients of its share of the samples; None: every
-        process uses all samples it sees."""
+        """The processes of a tensor-parallel model, each with a share of the samples; None: each uses all samples it sees."""
         self.on_batch: Callable[[Any], None] = lambda inputs: None
         """Called with (args, kwargs) of every forward of the root that several samples share, before a row proof."""
         self.on_inputs: Callable[[Any], None] = lambda inputs: None
@@ -335,6 +332,10 @@ class TappedModel:
         current = None if again else self.passes.current
         number = 0 if current is None else current.ordinals.get(tap.name, -1) + 1
         return calls[number] if number < len(calls) and calls[number].moved else None
+
+    def told(self) -> AbstractContextManager[None]:
+        """Context manager: the other processes read of an error in it, except in a proof's run, which raises it itself."""
+        return self.refusals.told() if self.proof_run is None else nullcontext()
 
     def raise_after_run(self, tap: Tap, error: GramianError) -> None:
         """Raise a tap's error now, or store it until this run is over if other processes gather weights in it.

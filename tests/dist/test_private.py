@@ -2,7 +2,6 @@
 
 import itertools
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.utils.data import TensorDataset
@@ -438,32 +434,6 @@ def test_a_model_that_nobody_wrapped_is_one_process(rank: int) -> None:
 @distributed(world_size=2)
 def test_what_one_rank_changes_is_refused_by_all(rank: int, where: str, dtype: torch.dtype) -> None:
     bodies.changes_are_refused_together(rank, "ddp", dtype, where)
-
-
-@ways
-@distributed(world_size=2)
-def test_nobody_waits_for_ever_for_a_rank_that_raised(rank: int, way: str) -> None:
-    """Rank 1 fails in its step; the others hear of it, or get an error when the time of a collective of weights is over."""
-    group = dist.new_group()
-    p = problem("mlp", 4)
-    if way == "ddp":
-        model: nn.Module = DistributedDataParallel(p.model(), process_group=group)
-    else:
-        model = fully_shard(p.model(), mesh=DeviceMesh.from_group(group, "cpu"))
-    private = bodies.make_private(p, model)
-    dist.barrier()
-    _set_pg_timeout(timedelta(seconds=0.5), group)  # from here on nobody comes who could come too late
-    if rank == 1:
-        private.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-        with refusal("optimizer: its trained parameters"):
-            private.optimizer.step()
-    else:
-        heard = "^process 1: optimizer: its trained" if way == "ddp" else "(?i)time|connection|closed"
-        with pytest.raises(RuntimeError, match=heard):
-            private.backward(slice(0, 2))
-            private.optimizer.step()
-    private.engine.detach()
-    dist.barrier()  # over the group of all: it still works
 
 
 @distributed(world_size=3)

@@ -1,9 +1,16 @@
 """What one process of a private model refuses is raised by all of them, by name, and nobody waits in a collective."""
 
+import tempfile
+from contextlib import AbstractContextManager
+from unittest import mock
+
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from gramian.core.errors import GramianError
+from gramian.privacy.noise import secrets
 from tests.dist import mesh_bodies as meshes
 from tests.dist import private_bodies as bodies
 from tests.dist.tp_bodies import mesh_of
@@ -15,7 +22,7 @@ from tests.statistics.problems import problem
 pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs, pytest.mark.xdist_group("processes")]
 
 
-def refused_on(refused: int, rank: int, line: str) -> object:
+def refused_on(refused: int, rank: int, line: str) -> AbstractContextManager[object]:
     """Expect a line on process `refused`, and on the others the same behind its name."""
     return refusal(f"^{line}" if rank == refused else f"^process {refused}: {line}")
 
@@ -47,6 +54,78 @@ def test_what_the_end_of_a_backward_refuses(rank: int, way: str, clipping: str) 
     with refused_on(1, rank, "ids: rows or tokens of no unit"):
         with private.engine.units(ids):
             private.backward(slice(2 * rank, 2 * rank + 2), by_engine=True)
+        private.optimizer.step()
+    assert private.engine.steps == 0
+    private.engine.detach()
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+@distributed(world_size=2)
+def test_a_step_that_one_process_refuses_before_a_forward_or_after_its_backward(rank: int, way: str) -> None:
+    p = problem("mlp", 4)
+    private = bodies.make_private(p, wrap(way, p.model()))
+    groups = private.optimizer.param_groups
+    for early in (True, False):
+        if rank == 1:
+            groups.append({**groups[0], "params": [nn.Parameter(torch.zeros(3))]})
+        with refused_on(1, rank, "optimizer: its trained parameters"):
+            if rank == 0 or not early:
+                private.backward(slice(2 * rank, 2 * rank + 2))
+            private.optimizer.step()
+        del groups[1:]
+        private.optimizer.zero_grad()
+    private.backward(slice(2 * rank, 2 * rank + 2))
+    private.optimizer.step()
+    bodies.assert_moved(private.model, p, bodies.clipped_sum(p, bodies.limit_of(p)))
+    private.engine.detach()
+
+
+@distributed(world_size=2)
+def test_processes_at_different_places_are_refused_by_all(rank: int) -> None:
+    """One forgets the forward of a batch, in which the other waits for its weights."""
+    p = problem("mlp", 4)
+    private = bodies.make_private(p, wrap("fsdp2", p.model()))
+    with refusal("^step: processes are 1 at a forward and 1 at an optimizer step; expected as many forwards"):
+        if rank == 0:
+            private.backward(slice(0, 2))
+        private.optimizer.step()
+    private.backward(slice(2 * rank, 2 * rank + 2))
+    private.optimizer.step()
+    bodies.assert_moved(private.model, p, bodies.clipped_sum(p, bodies.limit_of(p)))
+    private.engine.detach()
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+@distributed(world_size=2)
+def test_a_release_that_the_first_process_cannot_count_is_begun_by_none(rank: int, way: str) -> None:
+    """All would go on with another number, and another noise, than the first."""
+    p = problem("mlp", 4)
+    private = bodies.make_private(p, wrap(way, p.model()), noise_multiplier=1.0)
+    with tempfile.TemporaryDirectory() as folder:
+        private.engine.bind_counter(f"{folder}/counter")
+        private.backward(slice(2 * rank, 2 * rank + 2))
+        full = mock.patch.object(secrets, "_write_mark", side_effect=GramianError("counter: no space"))
+        with full, refused_on(0, rank, "counter: no space"):
+            private.optimizer.step()
+        assert private.engine.steps == 0
+        private.optimizer.step()
+        assert private.engine.steps == 1
+        bodies.assert_ranks_hold_the_same(bodies.parameters_of(private.model))
+        private.engine.detach()
+
+
+@pytest.mark.parametrize("how", ["changed", "twice", "single"])
+@distributed(world_size=2)
+def test_what_one_process_refuses_inside_of_a_backward(rank: int, how: str) -> None:
+    p, rows = problem("mlp", 4), slice(rank, rank + 1)
+    private = bodies.make_private(p, wrap("ddp", p.model()), max_physical_batch=1 if how == "single" else None)
+    line = "0.weight: was changed between backward" if how == "changed" else "backward: ran twice through one forward"
+    with refused_on(1, rank, line):
+        loss = p.case.loss(private.model, *p.rows(rows), reduction="mean")
+        loss.backward(retain_graph=True)
+        if rank == 1:
+            next(iter(private.model.parameters())).data.add_(how == "changed")
+            private.backward(rows) if how == "changed" else loss.backward()
         private.optimizer.step()
     assert private.engine.steps == 0
     private.engine.detach()

@@ -124,25 +124,38 @@ class Ledger:
         if self.limit is not None:
             self.limit.refuse(self.accounting)
 
-    def begin(self) -> int:
-        """Count a new release (one noised sum) before it exists and return its number.
+    def reserve(self) -> None:
+        """What may fail on one process alone, before the processes meet and `begin` the next release together.
 
         Raises:
-            GramianError: in a forked process; for the first release of a replay, if the weights are not those of the state; or
-                if the counter's file cannot be written.
+            GramianError: in a forked process, or if the counter's file cannot be written.
         """
         self.secrets.refuse_forks()
+        self.counter.reserve(self._next()[1])
+
+    def begin(self) -> int:
+        """Count a new release (one noised sum) before it exists and return its number. Collective in a replay's first release.
+
+        Raises:
+            GramianError: for the first release of a replay, if the weights are not those of the state; without `reserve`, if
+                the counter's file cannot be written.
+        """
         if self._checks_weights and not self._same_weights():
             raise GramianError(
                 "replay: the weights were changed after load_state_dict; expected them loaded before it, or replay=False"
             )
         self._checks_weights = False
-        new = self.counter.released == self.counter.spent  # else it is repeated, and is in the chain
-        chain = self.chain.extended(self.counter.spent + new, self._entry())
-        number = self.counter.begin({**self.accounting.state_dict(), "chain": chain.state_dict()})
+        chain, about = self._next()
+        number = self.counter.begin(about)
         self._chain = chain
         self.accounting.set_steps(self.counter.spent)
         return number
+
+    def _next(self) -> tuple[ReleaseChain, dict[str, Any]]:
+        """The chain with the next release, and what the counter stores about it."""
+        new = self.counter.released == self.counter.spent  # else it is repeated, and is in the chain
+        chain = self.chain.extended(self.counter.spent + new, self._entry())
+        return chain, {**self.accounting.state_dict(), "chain": chain.state_dict()}
 
     @property
     def chain(self) -> ReleaseChain:

@@ -6,6 +6,7 @@ anything is added to `p.grad` of a trained parameter.
 
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -27,9 +28,17 @@ from gramian.taps.proof.model_outputs import parameters_behind
 class BypassDetector:
     """Refuses gradients that reach a parameter (under FSDP2 its gathered tensor) other than through its layer's tap (hook)."""
 
-    def __init__(self, trained: Mapping[str, nn.Parameter], is_active: Callable[[], bool]) -> None:
-        """Hook every parameter in `trained`; nothing is refused while `is_active` returns False (a proof runs without taps)."""
-        self._names, self._is_active = set(trained), is_active
+    def __init__(
+        self,
+        trained: Mapping[str, nn.Parameter],
+        is_active: Callable[[], bool],
+        told: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Hook every parameter in `trained`; nothing is refused while `is_active` returns False (a proof runs without taps).
+
+        What is refused is raised inside of `told()`.
+        """
+        self._names, self._is_active, self._told = set(trained), is_active, told
         self._watched: dict[int, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         for name, p in trained.items():
@@ -51,10 +60,11 @@ class BypassDetector:
     def _refuse(self, name: str, gradient: Tensor | None) -> None:
         if gradient is None or not self._is_active():  # a compiled backward calls hooks without a gradient, too
             return
-        raise GramianError(
-            f"{name}: got a gradient that did not come through its layer's tap and would not be clipped; expected the weight "
-            'to be used through its own module only, or max_physical_batch=1 with clipping="keep"'
-        )
+        with self._told():
+            raise GramianError(
+                f"{name}: got a gradient that did not come through its layer's tap and would not be clipped; expected the "
+                'weight to be used through its own module only, or max_physical_batch=1 with clipping="keep"'
+            )
 
 
 class OutsideParameters:

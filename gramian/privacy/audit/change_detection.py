@@ -39,8 +39,7 @@ class ChangeDetector:
         self._weights: Tensor | None = None
         self._versions: list[int] = []
         self._may_be_zero: dict[frozenset[str], Tensor] = {}
-        """{names of the parameters for which zeros are a change: mask [N] of all others, on the device}; of the last comparison
-        only."""
+        """{names of the parameters for which zeros are a change: mask [N] of all others, on the device}; the last one."""
 
     @property
     def on(self) -> bool:

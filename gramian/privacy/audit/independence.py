@@ -48,8 +48,7 @@ def check_independence(
 
     Raises:
         GramianError: if rows of samples that stay change; if nothing can be shown, because all samples are equal, there are
-            fewer than two, or none has a finite gradient. It is raised on every process of a sharded model if it is raised on
-            one.
+            fewer than two, or none has a finite gradient. It is raised on all processes of a sharded model or none.
     """
     if not callable(loss_fn):
         raise GramianError(f"loss_fn: expected a function of a batch, got {type(loss_fn).__name__}")

@@ -28,8 +28,7 @@ def refuse_ambiguous_batch(args: Any, kwargs: dict[str, Any], *, known: bool) ->
     Args:
         args: positional arguments of the model.
         kwargs: keyword arguments of the model.
-        known: True if the loader counts records, or a row proof has passed: a tensor [1, …] of two axes or more may then be one
-            sample.
+        known: True if the loader counts records, or a row proof has passed: a tensor [1, …] of 2 axes or more is one sample.
 
     Raises:
         GramianError: if another argument has more rows, and the first tensor may be something else than a sample.

@@ -303,7 +303,7 @@ class Clipping:
                         self._stopwatch.add("backward", work.start_time, self._cuda)
                     self._find_factors(work)
             if refusals.in_backward and not work.ignored:
-                refusals.meet()
+                refusals.meet("the end of a backward")
         except GramianError:
             del self._works[info.number]
             raise
@@ -358,5 +358,6 @@ class Clipping:
     def _pass_on(self, total_of: Callable[[str], Tensor | None]) -> None:
         for name in self._trained:
             self._receiver.receive(name, total_of(name))
-        self._receiver.settle()
+        with self._hub.refusals.told():
+            self._receiver.settle()
         self.on_done()

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
 from gramian.linalg.wide import wide
+from gramian.parallel.shared_refusals import SharedRefusals
 from gramian.privacy.clipping.clip_factors import SLACK, ClipFunction, ClippedBatch
 from gramian.privacy.clipping.clipping_plan import ClippingPlan
 from gramian.privacy.clipping.clipping_work import SumReceiver
@@ -91,7 +92,8 @@ class Gate(torch.autograd.Function):
 def _report(ticket: Tensor, key: Tensor, gradient: Tensor) -> Tensor:
     owner = _owners.get(int(key))
     if owner is not None:
-        owner.reach(int(ticket))
+        with owner.refusals.told():
+            owner.reach(int(ticket))
     return torch.zeros(())
 
 
@@ -134,6 +136,8 @@ class SingleSampleClipping:
         `metric`: where norms are measured; None: as they are.
         """
         self._metric = metric
+        self.refusals = SharedRefusals()
+        """Tells the other processes of the model why a backward fails."""
         self._trained, self._receiver = dict(trained), receiver
         self._clip, self._loss_scale = clip, options.loss_scale
         self._factor = 1.0 if isinstance(options.loss_reduction, str) else 1.0 / options.loss_reduction
@@ -286,7 +290,7 @@ class SingleSampleClipping:
     def _begin(self, task: int) -> None:
         if self._task == -1:
             self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self.refusals.told()(self._end), task))
 
     def _set_aside(self, p: nn.Parameter, name: str | None, leaf: Any, gradient: Tensor | None) -> None:
         """Before autograd adds to `p.grad`: set earlier gradients aside, so that `p.grad` becomes this backward's alone."""

@@ -118,11 +118,10 @@ class ReleaseCounter:
 
     def __init__(self) -> None:
         self._next = 0
-        self._spent = 0
+        self._spent = self._reserved = 0
         self._path: Path | None = None
         self.about: Any = None
-        """State of the accounting when the last release was begun, in this process or according to the bound file; None: not
-        known."""
+        """State of the accounting when the last release was begun, here or according to the bound file; None: not known."""
 
     @property
     def spent(self) -> int:
@@ -152,30 +151,39 @@ class ReleaseCounter:
             self.about = _read_about(path)
         if recorded is None or mark > recorded:
             _write_mark(path, mark, self.about)
-        self._path, self._spent, self._next = path, mark, max(self._next, mark)
+        self._path, self._spent, self._next, self._reserved = path, mark, max(self._next, mark), 0
 
     @property
     def bound(self) -> bool:
         """True if the number of releases begun is stored in a file."""
         return self._path is not None
 
-    def begin(self, about: Any = None) -> int:
-        """Begin a release (one noised sum) and return its number.
+    def reserve(self, about: Any = None) -> None:
+        """Make the count durable that the next release will have, with `about`, the state of the accounting in plain values.
 
-        With a bound file the count is durable before the number is returned: two fsyncs and a rename, up to a few milliseconds
-        on a disk. `about`, the state of the accounting in plain values, is stored beside the count.
+        Nothing without a bound file, or in a replay; else two fsyncs and a rename, up to a few milliseconds on a disk.
 
         Raises:
-            GramianError: if the file cannot be written, or another process has counted in it; nothing has begun then.
+            GramianError: if the file cannot be written, or another process has counted in it.
+        """
+        if self._path is not None and self._next + 1 > self._spent:
+            if (_read_mark(self._path) or 0) > max(self._spent, self._reserved):
+                raise GramianError(
+                    f"{self._path}: another process has begun releases of this run; expected one process at a time"
+                )
+            _write_mark(self._path, self._next + 1, about)
+            self._reserved = self._next + 1
+
+    def begin(self, about: Any = None) -> int:
+        """Begin a release (one noised sum) and return its number, after `reserve` unless that was called before.
+
+        Raises:
+            GramianError: as `reserve`; nothing has begun then.
         """
         release = self._next
         if release + 1 > self._spent:
-            if self._path is not None:
-                if (_read_mark(self._path) or 0) > self._spent:
-                    raise GramianError(
-                        f"{self._path}: another process has begun releases of this run; expected one process at a time"
-                    )
-                _write_mark(self._path, release + 1, about)
+            if release + 1 > self._reserved:
+                self.reserve(about)
             self._spent, self.about = release + 1, about
         self._next = release + 1
         return release

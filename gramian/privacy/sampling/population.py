@@ -47,8 +47,7 @@ def population(
     """Number of records, or of `units`, that the batches of all processes come from; None where it is not known.
 
     Poisson draws are from the complete data set. The user's own loader reads what its sampler yields in one pass over it:
-    `len(sampler)` records on each process. With the data set's length instead, the sample rate of a record in a subset would be
-    too low.
+    `len(sampler)` records on each process. With the data set's length, the sample rate in a subset would be too low.
 
     Args:
         loader: the loader of this process.

@@ -61,8 +61,7 @@ class LastBatch:
         """Sample `row` alone, as arguments of the model; None if it differs from the batch's (random augmentation).
 
         `places` tells which tensor of the batch each argument comes from, and `single` has the tensors of the sample collated
-        alone. An argument that the user made of a batch (positions, lengths) becomes the sample's row, cut to the sample's
-        tokens.
+        alone. An argument that the user made of a batch (positions, lengths) becomes the sample's row, cut to its tokens.
         """
         tensors, taken, left, cut = tensors_of(self.batch), list(samples.leaves), False, dict[int, int]()
         for number, place in places.items():

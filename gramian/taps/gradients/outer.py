@@ -30,8 +30,7 @@ class Outer(PerSampleGradient):
     def __init__(self, left_BTM: Tensor, right_BTN: Tensor, input_left: bool | None = None) -> None:
         """Store the vectors l_t [B, T, M] and r_t [B, T, N] of the gradients Σ_t l_t r_tᵀ as views; nothing is computed.
 
-        `input_left`: True if l are inputs of the layer and r its output gradients, False for the other way round; None: not
-        known.
+        `input_left`: True if l are inputs of the layer and r its output gradients; False: the other way round; None: not known.
         """
         self.left_BTM, self.right_BTN, self.input_left = left_BTM, right_BTN, input_left
         self._squares: dict[str, Tensor] = {}

@@ -259,8 +259,7 @@ class RowProof:
     def in_company(self, forward: Callable[[], Any], *, repeated: bool = False) -> Iterator[None]:
         """Context manager for a proof on several processes: one that is done makes further runs until all are done.
 
-        Weights that are all zero have random values until every rank is done, because other ranks gather the shards of this
-        one.
+        Weights that are all zero have random values until every rank is done: other ranks gather this one's shards.
 
         Args:
             forward: the forward of the model on this process's batch.

@@ -58,8 +58,7 @@ class SampleArguments:
         These are the tensors after the first that have k·B rows, k > 1, or that have B rows and a further axis of size B.
 
         Args:
-            strict: False to add tensors of consecutive integers (positions) [B], if the first tensor has a further axis of
-                size B.
+            strict: False to add tensors of consecutive integers (positions) [B], if the first has a further axis of size B.
         """
         tensors = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         if not tensors:

@@ -127,8 +127,7 @@ def norm_of(module: nn.Module) -> TrailingNorm | None:
 
     Only layers of one argument are asked, without children and buffers, whose attributes are plain values. Once for each class
     and values: a copy runs in float64 on a few random rows, twice with other γ and β, then in the other mode, in other dtypes
-    and numbers of axes. γ and β must also get the gradients of the formula (a detached one has none). Nothing of the model is
-    touched.
+    and numbers of axes. γ and β must also get the gradients of the formula (a detached one has none). The model is untouched.
     """
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
     attributes = {
