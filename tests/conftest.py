@@ -69,3 +69,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         found = functools.reduce(merged, tallies)
         terminalreporter.section("random programs")
         terminalreporter.write_line(table(found if FULL else {"all": found["all"]}))
+
+
+@pytest.fixture
+def without_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No layer is tapped as one: what the taps of single layers do not explain is refused."""
+    monkeypatch.setattr("gramian.taps.proof.remedies.layer_assumptions.take_whole", lambda root, name: False)

@@ -225,6 +225,54 @@ def test_a_loss_in_an_attribute_that_keeps_samples_apart_is_exact() -> None:
         torch.testing.assert_close(value, torch.cat([g.flatten() for g in own]).norm())
 
 
+# ---- states in attributes ------------------------------------------------------------------------------------------------
+
+
+class Recurrence(nn.Module):
+    """Begins where its attribute says, and leaves its last state there, in the graph of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay, self.state = nn.Parameter(torch.linspace(-1, 1, 4)), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = []
+        for x_BD in x.unbind(1):
+            before = torch.zeros_like(x_BD) if self.state is None else self.state
+            self.state = before * self.decay.sigmoid() + x_BD
+            rows.append(self.state)
+        return torch.stack(rows, 1)
+
+
+class Scan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.cell = nn.Linear(4, 4), Recurrence()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cell.state = None
+        return self.cell(self.enter(x))
+
+
+def test_a_layer_runs_again_from_the_state_it_began_with() -> None:
+    """With another state it would fail, or compute with that of all samples."""
+    torch.manual_seed(0)
+    model, x = Scan().double(), torch.randn(3, 5, 4, dtype=torch.float64)
+    with gramian.per_sample_norms(model, "sum") as found:
+        model(x).sin().sum().backward()
+    assert model.cell.state.shape == (3, 4)
+    model.cell.state.detach_()
+    for i, value in enumerate(found.values):
+        own = torch.autograd.grad(model(x[i : i + 1]).sin().sum(), list(model.parameters()))
+        torch.testing.assert_close(value, torch.cat([g.flatten() for g in own]).norm())
+
+
+def test_a_loss_of_a_state_that_no_tap_sees_is_refused() -> None:
+    model, x = Scan(), torch.randn(3, 5, 4)
+    with refusal(r"^attribute cell.state of the model couples samples"), gramian.per_sample_norms(model, "sum"):
+        (model(x).sin().sum() + model.cell.state.sum()).backward()
+
+
 # ---- what is exchanged between captures ----------------------------------------------------------------------------------
 
 

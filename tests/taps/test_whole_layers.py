@@ -110,17 +110,25 @@ def test_what_is_still_not_exact_is_refused_and_leaves_no_trace() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_root_that_uses_a_weight_is_refused() -> None:
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
+class Root(nn.Module):
+    """Uses weights past their layers in the model itself: one that is not called, and a tied table as the head."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(self.first(x), self.second.weight)
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.first, self.second = nn.Embedding(7, D), nn.Linear(D, D), nn.Linear(D, D)
 
-    with refusal(r"second\.weight: got a gradient, but none through its layer"):
-        assert_norms_of(Root().double(), batch(3, 5))
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.table(x) if not x.is_floating_point() else x
+        return F.linear(F.linear(self.first(rows), self.second.weight).tanh(), self.table.weight)
+
+
+@pytest.mark.parametrize("x", [batch(3, 5), torch.randint(7, (3, 5))], ids=["numbers", "tokens"])
+def test_a_root_that_uses_weights_is_tapped_as_one(x: Tensor) -> None:
+    torch.manual_seed(0)
+    model = Root().double()
+    assert_norms_of(model, x)
+    assert whole_classes(model) == {Root}
+    assert_private_sums_of(Root().double(), x)
 
 
 class TwoTowers(nn.Module):

@@ -19,6 +19,7 @@ import gramian
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block_specs import find_blocks
 from gramian.privacy.clipping.clip_factors import SLACK
+from gramian.taps.model.python_state import graph_tensors
 from tests.zoo.single_samples import Loop, norm
 from tests.zoo.tiny_configs import AutoConfig, model_class
 from tests.zoo.zoo_models import Example, example, in_double, of_torch
@@ -190,7 +191,8 @@ class Study:
         return Cell("exact" if error <= loop.tolerance else "wrong", f"{error:.1e}")
 
     def _copy(self) -> Example:
-        return replace(self.one, model=copy.deepcopy(self.one.model))
+        left = {id(t): t.detach() for t in graph_tensors(self.one.model).values()}  # states that earlier forwards left
+        return replace(self.one, model=copy.deepcopy(self.one.model, left))
 
     def _loop(self, column: Column) -> Loop:
         if self.loop is None or column.own_loop:

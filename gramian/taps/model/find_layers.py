@@ -55,7 +55,7 @@ def discover(root: nn.Module) -> tuple[list[FoundLayer], dict[str, ParameterInfo
             raise GramianError(
                 f"{name or 'model'} (TorchScript) cannot be tapped; expected the module it was made from"
             )
-        site = InlineProducts(Generic(whole=True)) if type(module) in whole and module is not root else site_for(module)
+        site = InlineProducts(Generic(whole=True)) if type(module) in whole else site_for(module)
         site = None if id(module) in explained_by_parent else site
         if site is None and module is not root:
             continue

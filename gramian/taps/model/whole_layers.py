@@ -27,8 +27,8 @@ def take_whole(root: nn.Module, name: str) -> bool:
     """Tap the nearest layer around a layer, or around those that have a parameter, as one from now on.
 
     If that one is already, the next outer one. Of several layers that have the parameter, the last ones come first: a table
-    is used past its layer in a head. Layers that only contain others (`nn.Sequential`) use no weights; the root is never
-    taken. Returns False if no layer is left to take.
+    is used past its layer in a head. Layers that only contain others (`nn.Sequential`) use no weights. The root comes last, for
+    a parameter alone. Returns False if no layer is left to take.
     """
     known = _classes.setdefault(root, set())
     modules = dict(user_names.named_modules(root))
@@ -41,7 +41,8 @@ def take_whole(root: nn.Module, name: str) -> bool:
     while inside := [layer.rpartition(".")[0] for layer in inside or [name] if layer]:
         for layer in reversed(inside):
             kind = type(modules.get(layer, nn.ModuleList()))
-            if layer and kind not in known and kind.forward not in (nn.ModuleList.forward, nn.Sequential.forward):
+            lists = kind.forward in (nn.ModuleList.forward, nn.Sequential.forward)
+            if kind not in known and not lists and (layer or p is not None):
                 known.add(kind)
                 return True
         if not any(inside):
@@ -58,7 +59,7 @@ def take_known(root: nn.Module, uses: Iterable[tuple[str, str]]) -> bool:
     before = len(known)
     for layer, parameter in uses:
         child = parameter.rpartition(".")[0]
-        if layer in modules and child in modules and child.startswith(f"{layer}.") and layer:
+        if layer in modules and child in modules and child != layer and f"{child}.".startswith(layer and f"{layer}."):
             listed = isinstance(modules[child], nn.ParameterList | nn.ParameterDict)
             site = site_for(modules[layer])
             if not listed and not (site is not None and site.whole):

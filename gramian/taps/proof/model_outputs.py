@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
@@ -39,17 +40,20 @@ def left_in_attributes(root: nn.Module, before: Collection[int], returned: Seque
 
 
 def parameters_behind(tensors: Iterable[Tensor]) -> Iterator[nn.Parameter]:
-    """Yield the parameters that a backward through some tensors would reach, by a walk through their graph."""
+    """Yield the parameters that a backward through some tensors would reach."""
+    variables = (getattr(node, "variable", None) for node in _nodes_behind(tensors))  # of leaves
+    return (one for one in variables if isinstance(one, nn.Parameter))
+
+
+def _nodes_behind(tensors: Iterable[Tensor]) -> set[Any]:
+    """The nodes of the graph behind some tensors."""
     waiting, seen = [get_gradient_edge(t).node for t in tensors if t.requires_grad], set()
     while waiting:
         node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)  # of a leaf
-        if isinstance(variable, nn.Parameter):
-            yield variable
-        waiting.extend(following for following, _ in node.next_functions if following is not None)
+        if node not in seen:
+            seen.add(node)
+            waiting.extend(following for following, _ in node.next_functions if following is not None)
+    return seen
 
 
 def rows_of(output: Tensor, samples: SampleArguments) -> int:
@@ -68,14 +72,29 @@ def rows_of(output: Tensor, samples: SampleArguments) -> int:
 def refuse_backward_through(root: nn.Module, output: Any, before: Collection[int], reasons: dict[int, str]) -> None:
     """Hook the outputs in `reasons`, {index: why it was not proven}, so that a backward through one raises GramianError.
 
-    Attributes of modules count as outputs, except tensors whose `id` is in `before`, which were there before the forward.
+    Attributes of modules count as outputs, except tensors whose `id` is in `before`, which were there before the forward. Of
+    one that lies behind a proven output (the last state of a recurrent layer) the module gets an alias, with the hook.
     """
     if not reasons:
         return
     returned = output_tensors(output)
+    inner = _nodes_behind(t for number, t in enumerate(returned) if number not in reasons)
     for number, tensor in enumerate([*returned, *left_in_attributes(root, before, returned).values()]):
         if number in reasons and tensor.requires_grad:
+            if number >= len(returned) and tensor.grad_fn in inner:
+                tensor = _aliased(root, tensor)
             tensor.register_hook(partial(_refuse_gradient, reasons[number]))
+
+
+def _aliased(root: nn.Module, tensor: Tensor) -> Tensor:
+    """An alias of a tensor, which takes its place in attributes of modules; itself if it is in containers, too."""
+    places = [(vars(one), key) for one in root.modules() for key, value in vars(one).items() if value is tensor]
+    if len(places) < sum(value is tensor for value in graph_tensors(root).values()):
+        return tensor
+    alias: Tensor = torch.ops.aten._unsafe_view.default(tensor, tensor.shape)  # no view to autograd
+    for store, key in places:
+        store[key] = alias
+    return alias
 
 
 def _refuse_gradient(reason: str, gradient: Tensor | None) -> None:

@@ -5,7 +5,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gramian.taps.model.python_state import PythonState
+from gramian.taps.model.python_state import OWN, PythonState
+
+Attributes = list[tuple[dict[str, Any], dict[str, Any]]]
+"""(what `vars` of a module returns, the attributes of the user's own that were in it) of some modules."""
 
 
 def own_parameters(module: nn.Module, whole: bool) -> dict[str, nn.Parameter]:
@@ -27,22 +30,32 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Tens
                 yield f"{path}.{local}" if path else local, owner._buffers, local, b
 
 
-class BuffersBefore:
-    """Copies of a module's buffers before a run of it, to begin another run with; none in evaluation mode.
+class StateBefore:
+    """Copies of a module's buffers, and its attributes, before a run of it, to begin another run with.
 
-    Memory: a copy of the buffers during the run, and of those that it changed after it.
+    Memory: a copy of the buffers during the run, and of those that it changed after it; none in evaluation mode.
     """
 
     def __init__(self, module: nn.Module, hooked: bool) -> None:
         """Copy the buffers; those that hooks compute weights from (`hooked`) are needed in every case."""
         self._hooked = hooked
+        own = [vars(one) for one in module.modules()]
+        self._attributes = [(store, {key: value for key, value in store.items() if key not in OWN}) for store in own]
         training = hooked or any(one.training for one in module.modules())
         self._found = [
             (name, store, local, b, b._version, b.detach().clone())
             for name, store, local, b in (_buffers(module) if training else ())
         ]
 
-    def needed(self) -> dict[str, Tensor]:
+    def attributes(self) -> Attributes:
+        """Those of the modules in which the run has set an attribute anew (a state that is None at first)."""
+        return [
+            (store, before)
+            for store, before in self._attributes
+            if store.keys() - OWN != before.keys() or any(store[key] is not value for key, value in before.items())
+        ]
+
+    def buffers(self) -> dict[str, Tensor]:
         """{name: value before the run} of the buffers that the run has changed, or that hooks may change before another."""
         return {
             name: value
@@ -58,7 +71,12 @@ class Borrowed:
     """
 
     def __init__(
-        self, module: nn.Module, tensors: dict[str, Tensor], whole: bool, buffers: Mapping[str, Tensor] | None = None
+        self,
+        module: nn.Module,
+        tensors: dict[str, Tensor],
+        whole: bool,
+        buffers: Mapping[str, Tensor] | None = None,
+        attributes: Attributes | None = None,
     ) -> None:
         """Find where the tensors are to be put; nothing is swapped before the context is entered.
 
@@ -68,6 +86,7 @@ class Borrowed:
             whole: True to replace a parameter in all child modules, too; False in the module itself and its parameter lists
                 only (a tied use in a child has a tap of its own).
             buffers: {buffer name inside the module: value to begin with}; all other buffers begin with their present value.
+            attributes: those to begin with, as `StateBefore.attributes` returns them.
         """
         own = own_parameters(module, whole)
         swap = {id(own[name]): tensor for name, tensor in tensors.items()}
@@ -80,13 +99,17 @@ class Borrowed:
         ]
         values = buffers or {}
         places += [(store, local, values.get(name, b).clone()) for name, store, local, b in _buffers(module)]
-        self.places, self.python = places, PythonState(module, tensors=False)
+        self.places, self.attributes, self.python = places, attributes or [], PythonState(module, tensors=False)
 
     def __enter__(self) -> None:
         """Put the other tensors and copies of the buffers into the module."""
         self.old = [store[local] for store, local, _ in self.places]
         for store, local, tensor in self.places:
             store[local] = tensor
+        for store, before in self.attributes:
+            for key in store.keys() - before.keys() - OWN:
+                del store[key]
+            store.update(before)
 
     def __exit__(self, *error: object) -> None:
         """Put the module's own parameters, buffers and attributes back."""

@@ -3,8 +3,8 @@
 Used for direct parameters of modules with children, unknown layers, attention and recurrent layers. The layer's forward and
 backward run once more per step (vectorised over samples if `vmap` can), and the outputs are compared with those of the first
 run. They differ, and GramianError is raised, for a layer that mixes samples, has an unexpected batch axis, or draws random
-numbers other than dropout's. Masks of dropout are those of the first run (`dropout_masks`); buffers that the first run changes
-(vectors of spectral normalisation) begin as they did.
+numbers other than dropout's. Masks of dropout are those of the first run (`dropout_masks`); buffers and attributes that the
+first run changes (vectors of spectral normalisation, the state of a recurrent layer) begin as they did.
 
 Under FSDP2 the layer runs again on weights that are gathered for the backward anyway.
 """
@@ -31,7 +31,7 @@ from gramian.taps.products.replay import matrix_sides
 from gramian.taps.products.sides import LayerForm, Sides
 from gramian.taps.products.weight_forms import forms_of
 from gramian.taps.sites.batch_layout import COPIES, FIRST, SHARED, CallLayouts, Layout, merged, split
-from gramian.taps.sites.borrowed import Borrowed, BuffersBefore, own_parameters
+from gramian.taps.sites.borrowed import Borrowed, StateBefore, own_parameters
 from gramian.taps.sites.dropout_masks import RecordedMasks, RepeatedMasks
 from gramian.taps.sites.repeated_call import Call
 from gramian.taps.sites.site import Site, SiteRun, observed
@@ -112,9 +112,9 @@ class Generic(Site):
         if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
             raise GramianError("is given a PackedSequence, whose samples lie interleaved; expected a padded tensor")
         _refuse_parts(module)
-        before = BuffersBefore(module, bool(weight_hooks(module)))
+        before = StateBefore(module, bool(weight_hooks(module)))
         output, masks = self.first_run(module, forward, args, kwargs)
-        buffers = before.needed()
+        buffers = before.buffers()
         leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=_is_shape)
         arguments = [str(i) for i, value in enumerate(args) for _ in pytree.tree_leaves(value, is_leaf=_is_shape)]
         arguments += [name for name, value in kwargs.items() for _ in pytree.tree_leaves(value, is_leaf=_is_shape)]
@@ -136,6 +136,7 @@ class Generic(Site):
             output_rows=[outputs[i].shape[0] if outputs[i].dim() else 0 for i in seen],
             autocast=(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)),
             buffers=list(buffers),
+            attributes=before.attributes(),
         )
         saved = [x.detach().clone() for x in inputs]  # the user may change them in place
         return output, [*saved, *(_digest(outputs[i]) for i in seen), *buffers.values(), *masks], call
@@ -297,7 +298,7 @@ class Generic(Site):
             """Observed outputs of the layer for one sample, its number [1] last among the inputs, on these parameters."""
             *inputs, number = inputs
             repeated = RepeatedMasks(masks, number, batch) if masks else None
-            with Borrowed(module, parameters, self.whole, begin), repeated or nullcontext():
+            with Borrowed(module, parameters, self.whole, begin, call.attributes), repeated or nullcontext():
                 ys = call.again(inputs)
             if repeated is not None:
                 repeated.refuse_unused()

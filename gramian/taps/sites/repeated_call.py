@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from gramian.taps.sites.batch_layout import CallLayouts
+from gramian.taps.sites.borrowed import Attributes
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Call:
     autocast: tuple[str, torch.dtype, bool]
     buffers: list[str]
     """Names, inside the layer, of the buffers whose values before the call were saved."""
+    attributes: Attributes
+    """Those of the layer and its children before the call, where it has set some anew."""
     copies: bool = False
     """True if outputs have no batch axis, and gradients those of a copy for each sample."""
     layouts: CallLayouts | None = None
