@@ -1,8 +1,7 @@
-"""Four performance figures of the notes that `docs/how-to/from_the_notes.md` maps, measured here as ratios in one run.
+"""Three performance figures of the notes that `docs/how-to/from_the_notes.md` maps, measured here as ratios in one run.
 
 compile    a training step with compile.mode "default" against the eager one; the notes say 1.3 to 1.8 times as fast
 recompute  a training step with parallel.checkpoint_blocks against stored activations; the notes say a third more time
-release    peak memory of a private step with Tuning(release=False) against the default; the notes say 20 to 40 % less
 adaptive   per-sample norms by the worse algorithm against the better one, of one layer and in a whole private step; the notes
            say 2 to 5 times as fast in some cases
 
@@ -15,21 +14,17 @@ import gc
 import statistics
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from benchmarks._timing import ratio, take_turns, write
 from benchmarks.clip_kernels import milliseconds
-from benchmarks.clip_tuning import above_start
 from benchmarks.private_step import ours
 from benchmarks.train_step import world_of
 from gramian.kernels.norms.direct_squares import direct_squares
 from gramian.kernels.norms.gram_squares import gram_squares
 from gramian.models.gpt import GPT, GPTConfig
-from gramian.privacy import Tuning
 from gramian.train.config.config import parse_config
 from gramian.verify.profiles.train_knobs import Variant, profile_knobs
 
@@ -48,8 +43,6 @@ PRIVATE: dict[str, int] = (
     if CUDA
     else {"layers": 1, "width": 32, "heads": 2, "vocabulary": 64}
 )
-RELEASED = ((2, 1024), (16, 1024)) if CUDA else ((2, 8), (4, 8))
-"""Samples and tokens of private steps: few beside the weights, and many."""
 CHOSEN = ((64, 256), (16, 1024), (4, 4096), (2, 8192)) if CUDA else ((4, 8), (2, 64))
 """Samples and tokens on both sides of the crossing of the two norm algorithms."""
 LAYER = (8192, 2048) if CUDA else (64, 32)
@@ -103,62 +96,8 @@ def recompute_figures() -> dict[str, Any]:
     return found
 
 
-@dataclass(frozen=True)
-class PrivateSteps:
-    """{name: a private step with the options of that name}, all on one batch, and their engines and optimizers."""
-
-    steps: dict[str, Callable[[], None]]
-    engines: dict[str, Any]
-    optimizers: dict[str, Any]
-
-    @classmethod
-    def of(cls, batch: int, length: int, options: dict[str, dict[str, Any]]) -> "PrivateSteps":
-        """A model of its own for every entry of {name: options of `make_private`}."""
-        config = GPTConfig(context=length, **PRIVATE)
-        x = torch.randint(config.vocabulary, (batch, length), device=DEVICE)
-        made = {name: ours(GPT(config).to(DEVICE, DTYPE), x, **chosen) for name, chosen in options.items()}
-        return cls(*({name: parts[place] for name, parts in made.items()} for place in range(3)))
-
-    def times(self) -> dict[str, list[float]]:
-        """Seconds of a step in each turn."""
-        return take_turns(self.steps, TURNS, steps=2, warm_up=2)
-
-    def memory(self) -> dict[str, float]:
-        """GiB that a step needs above its start, where there are no gradients."""
-        found = {}
-        for name, step in self.steps.items():
-            self.optimizers[name].zero_grad()
-            found[name] = above_start(step)
-        return found
-
-
-def release_figures() -> dict[str, Any]:
-    """Share of a private step's peak above its start that is saved by freeing saved tensors early."""
-    off = Tuning(release=False)
-    options: dict[str, dict[str, Any]] = {
-        "planned": {},
-        "planned, not released": {"tuning": off},
-        "bookkeeping": {"clipping": "bookkeeping"},
-        "bookkeeping, not released": {"clipping": "bookkeeping", "tuning": off},
-    }
-    found = {}
-    for batch, length in RELEASED:
-        private = PrivateSteps.of(batch, length, options)
-        times, memory = private.times(), private.memory()
-        pairs = {mode: f"{mode}, not released" for mode in ("planned", "bookkeeping")}
-        found[f"B={batch} T={length}"] = {
-            "memory_saved": {mode: 1 - memory[mode] / memory[kept] for mode, kept in pairs.items()},
-            "time_over_not_released": {mode: ratio(times[mode], times[kept]) for mode, kept in pairs.items()},
-            "gib_above_start": memory,
-        }
-        del private
-        free()
-    return found
-
-
 def adaptive_figures() -> dict[str, Any]:
     """Time of the worse norm algorithm over the better one of a layer, and of each over "auto" in a private step."""
-    options = {name: {"norm_algorithm": name} for name in ("auto", "gram", "direct")}
     found = {}
     for batch, length in CHOSEN:
         left, right = (torch.randn(batch, length, width, device=DEVICE, dtype=DTYPE) for width in LAYER)
@@ -166,9 +105,13 @@ def adaptive_figures() -> dict[str, Any]:
             "gram": milliseconds(lambda g=left, a=right: gram_squares([g], a)),
             "direct": milliseconds(lambda g=left, a=right: direct_squares(g, a)),
         }
-        private = PrivateSteps.of(batch, length, options)
-        times = private.times()
-        ways = [row.way for row in private.engines["auto"].plan.rows]
+        config = GPTConfig(context=length, **PRIVATE)
+        x = torch.randint(config.vocabulary, (batch, length), device=DEVICE)
+        private = {
+            name: ours(GPT(config).to(DEVICE, DTYPE), x, norm_algorithm=name) for name in ("auto", "gram", "direct")
+        }
+        times = take_turns({name: step for name, (step, *_) in private.items()}, TURNS, steps=2, warm_up=2)
+        ways = [row.way for row in private["auto"][1].plan.rows]
         found[f"B={batch} T={length}"] = {
             "layer_worse_over_better": max(layer.values()) / min(layer.values()),
             "layer_milliseconds": layer,
@@ -189,14 +132,13 @@ def free() -> None:
 
 
 def main() -> None:
-    """Measure all four and write the JSON."""
+    """Measure all and write the JSON."""
     warnings.filterwarnings("ignore", message=".*poisson_sampling.*")
     torch.manual_seed(0)
     results: dict[str, Any] = {"private_model": PRIVATE, "trained_models": TRAINED, "layer": LAYER, "seconds": {}}
     for name, measure in (
         ("compile", compile_figures),
         ("recompute", recompute_figures),
-        ("release", release_figures),
         ("adaptive", adaptive_figures),
     ):
         began = time.perf_counter()

@@ -15,7 +15,6 @@ import gramian
 from gramian.cli import COMMANDS, OLD_FLAGS
 from gramian.cli.profile.profile import USAGES as PROFILES
 from gramian.cli.verify import USAGES as PROOFS
-from gramian.privacy import Tuning
 from gramian.train.config.config import SECTIONS
 
 ROOT = Path(__file__).parent.parent
@@ -140,8 +139,6 @@ def exists(token: str, command: str = "") -> bool:
         if key[1] in SECTIONS:
             return key[2] in {field.name for field in dataclasses.fields(SECTIONS[key[1]])}
         return key[1] == "time" and f'"{key[2]}"' in package()
-    if tuning := re.fullmatch(r"Tuning\((\w+)=…\)", token):
-        return tuning[1] in {field.name for field in dataclasses.fields(Tuning)}
     if given_option := re.fullmatch(r"([a-zA-Z_]+)=.*", token):
         return given_option[1] in arguments() or f'"{given_option[1]}"' in package()
     return re.search(rf"\b{re.escape(token)}\b", package()) is not None
@@ -190,7 +187,7 @@ def test_the_figures_of_the_notes_stand_beside_ours() -> None:
 def test_a_name_that_does_not_exist_is_seen() -> None:
     invented = (
         "gramian nothing", "gramian verify nothing", "gramian verify kfac --nothing", "kfac.nothing()", "gramian.Nothing",
-        "engine.nothing", "run.nothing", "Tuning(nothing=…)", "time.no_such_field", "no_such_field", "no_such_option=3",
+        "engine.nothing", "run.nothing", "time.no_such_field", "no_such_field", "no_such_option=3",
     )  # fmt: skip
     assert [token for token in invented if exists(token)] == []
     assert not _names("eigvals_clipped_cpu", "eigvals_clipped")

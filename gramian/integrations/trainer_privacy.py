@@ -13,7 +13,7 @@ from gramian.privacy.options import is_number
 from gramian.privacy.sampling.population import units_of
 
 ENGINE = (
-    "clip_function", "noise", "bands", "releases", "clipping", "norm_algorithm", "memory_budget", "tuning", "proof", "unit_of",
+    "clip_function", "noise", "bands", "releases", "clipping", "norm_algorithm", "memory_budget", "proof", "unit_of",
     "max_records_per_unit", "max_draw",
 )  # fmt: skip
 """Arguments of `make_private` that are passed on as they are; max_draw also asks for truncated Poisson draws."""

@@ -1,6 +1,5 @@
 """Differentially private training: clipped gradient sums, Poisson-sampled batches, secret noise and the account of ε."""
 
 from gramian.privacy.engine import PrivacyEngine
-from gramian.privacy.options import Tuning
 
-__all__ = ["PrivacyEngine", "Tuning"]
+__all__ = ["PrivacyEngine"]

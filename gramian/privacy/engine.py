@@ -21,7 +21,7 @@ from gramian.privacy.clipping.clip_factors import ClippedBatch
 from gramian.privacy.clipping.clipping_plan import ClippingPlan
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.privacy.noise.noise_strategy import check_noise, is_correlated, kind_of
-from gramian.privacy.options import PrivacyOptions, Tuning, check_opacus, check_optimizer, is_number, sampling_rate
+from gramian.privacy.options import PrivacyOptions, check_opacus, check_optimizer, is_number, sampling_rate
 from gramian.privacy.private_batches import PrivateBatches
 from gramian.privacy.private_model import PrivateModel
 from gramian.privacy.sampling.physical_batch import planned_size
@@ -107,7 +107,6 @@ class PrivacyEngine(PrivateBatches):
         sample_rate: float | None = None,
         unit_of: Any = None,
         max_records_per_unit: int | None = None,
-        tuning: Tuning | None = None,
         proof: str | int = "auto",
         metric: KFACNaturalGradient | None = None,
         **opacus: Any,
@@ -152,7 +151,6 @@ class PrivacyEngine(PrivateBatches):
                 records of a drawn unit are in one batch of one process. None: each record is a unit.
             max_records_per_unit: with unit_of, largest number of records of a unit in a draw; a larger unit gives a random
                 subset, drawn by key. None: all.
-            tuning: optimisations to switch off; None: all are on.
             proof: row proof, which checks that each row of a layer's tensors depends on its sample alone. "auto": on the first
                 batch of every structure of inputs, and repeated in part on about one step in 1000; a number n: repeated on one
                 step in n; "off": trust the shapes, which is recorded.
@@ -191,8 +189,6 @@ class PrivacyEngine(PrivateBatches):
         if isinstance(max_physical_batch, str):
             options = replace(options, max_physical_batch=planned_size(options, module, optimizer, data_loader))
         check_proof(proof)
-        if tuning is not None and not isinstance(tuning, Tuning):
-            raise GramianError(f"tuning: expected a gramian.privacy.Tuning, got {type(tuning).__name__}")
         units = units_of(data_loader, unit_of, max_records_per_unit, poisson=bool(poisson_sampling))
         self._model = model = PrivateModel(
             module,
@@ -202,7 +198,6 @@ class PrivacyEngine(PrivateBatches):
             expected_batch=expected_batch,
             sample_rate=sample_rate,
             units=units,
-            tuning=tuning or Tuning(),
             proof=ProofLog(proof),
             metric=metric,
             ledger=self._ledger,

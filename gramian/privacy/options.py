@@ -155,25 +155,6 @@ def innermost(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-@dataclass(frozen=True)
-class Tuning:
-    """Optimisations of a private step that can be switched off, to measure what each is worth.
-
-    ```python
-    engine.make_private(..., tuning=gramian.privacy.Tuning(overlap=False))
-    ```
-    """
-
-    overlap: bool = True
-    """Reduce one parameter's clipped sum over processes while the next is computed."""
-    release: bool = True
-    """Free a parameter's saved tensors as soon as its clipped sum is computed."""
-    adaptive: bool = True
-    """With norm_algorithm="auto", choose the norm algorithm of linear layers by shape; False: "direct" for all."""
-    layerwise: bool = True
-    """Add each clipped sum to `p.grad`, and reduce it over processes, before the next is computed; False: all sums first."""
-
-
 def check_opacus(given: Mapping[str, Any], loss_reduction: str | float) -> None:
     """Check arguments of Opacus' `make_private`: accepted if they ask for what gramian does anyway.
 

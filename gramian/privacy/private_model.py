@@ -35,7 +35,7 @@ from gramian.privacy.clipping.single_sample_clipping import SingleSampleClipping
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.privacy.clipping.trained_parameters import trained_parameters
 from gramian.privacy.metric.public_metric import PublicMetric
-from gramian.privacy.options import PrivacyOptions, Tuning, innermost, sampling_rate
+from gramian.privacy.options import PrivacyOptions, innermost, sampling_rate
 from gramian.privacy.private_noise import PrivateNoise
 from gramian.privacy.private_step import PrivateStep
 from gramian.privacy.private_units import PrivateUnits
@@ -78,7 +78,6 @@ class PrivateModel:
         expected_batch: float | None,
         sample_rate: float | None,
         units: RecordUnits | None,
-        tuning: Tuning,
         proof: ProofLog,
         metric: KFACNaturalGradient | None,
         ledger: Ledger,
@@ -92,7 +91,7 @@ class PrivateModel:
         self.module, self.root = module, unwrap(module)
         optimizer = innermost(optimizer)
         self.options, self.proof, self._optimizer, self._ledger = options, proof, optimizer, ledger
-        self._tuning, self._stopwatch = tuning, stopwatch
+        self._stopwatch = stopwatch
         self.units = PrivateUnits(units, options.max_physical_batch)
         """The units of privacy, and those of the next forward's rows or tokens."""
         if self.root in _private:
@@ -249,9 +248,7 @@ class PrivateModel:
         for field, now, then in (("private", True, False), ("refusals", self.refusals, SharedRefusals())):
             setattr(hub_of(self.root), field, now)
             stack.callback(setattr, hub_of(self.root), field, then)
-        self.sums = GradientSums(
-            trained, self.parallel, self._tuning.overlap, self._stopwatch, options.loss_scale, self.tensor_parallel
-        )
+        self.sums = GradientSums(trained, self.parallel, self._stopwatch, options.loss_scale, self.tensor_parallel)
         self.outside = OutsideParameters(self.root, trained, self._optimizer, lambda: self.sums.watch.on)
         stack.callback(self.outside.remove)
         single = options.max_physical_batch == 1 and options.clipping in ("auto", "keep")
@@ -283,7 +280,14 @@ class PrivateModel:
     def _install_taps(self, stack: ExitStack) -> Clipping:
         hub, proof = hub_of(self.root), self.proof.option
         clipping = Clipping(
-            hub, self.trained, self.sums, self.options, self._tuning, self._stopwatch, proof, self.clip, self.metric
+            hub,
+            self.trained,
+            self.sums,
+            self.options,
+            self._stopwatch,
+            proof,
+            self.clip,
+            self.metric,
         )
         clipping.proof_is_due, clipping.proof_failed = self.proof_is_due, self._proof_failed
         hub.proof.know_loader(self._samples_alone)

@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import gramian
 from gramian.privacy.noise.element_noise import NoisePlan
 from gramian.privacy.noise.secrets import Secrets, load_private, save_private
-from gramian.privacy.options import Tuning
 from tests.dist.worlds import checkpointed, mine, whole, wrap
 from tests.kit.matrix import FULL
 from tests.kit.processes import run_on_ranks
@@ -155,14 +154,13 @@ def one_step(
     *,
     checkpoint: bool = False,
     wrapping: Mapping[str, Any] | None = None,
-    tuning: Tuning | None = None,
     dtype: torch.dtype = torch.float64,
     tolerance: float | None = None,
 ) -> None:
     """Backward leaves the clipped sum in p.grad (DDP: this rank's; FSDP2: shards of everybody's), a step moves by all of it."""
     p, rows = problem(name, sum(sizes), dtype), mine(rank, sizes)
     model = wrap(way, checkpointed(p.model()) if checkpoint else p.model(), **(wrapping or {}))
-    private = make_private(p, model, clipping=clipping, loss_reduction=reduction, tuning=tuning)
+    private = make_private(p, model, clipping=clipping, loss_reduction=reduction)
     private.backward(rows, reduction, by_engine=clipping == "two_pass")
     limit, sums = limit_of(p), clipped_sum(p, limit_of(p))
     last = private.engine.last

@@ -14,7 +14,6 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 import gramian
-from gramian.privacy.options import Tuning
 from gramian.privacy.sampling.private_loader import PrivateLoader
 from tests.dist import private_bodies as bodies
 from tests.dist.worlds import CASE_NAMES, mine, without_sync, wrap
@@ -73,12 +72,6 @@ def test_checkpointed_blocks(rank: int, name: str, clipping: str) -> None:
 def test_options_of_ddp_change_nothing(rank: int, wrapping: dict[str, object]) -> None:
     bodies.one_step(rank, "ddp", "tied_gpt", (3, 1), wrapping=wrapping)
     bodies.as_without_an_engine(rank, "ddp", **wrapping)
-
-
-@pytest.mark.parametrize("off", ["overlap", "release", "adaptive", "layerwise"])
-@distributed(world_size=2)
-def test_a_step_without_one_of_the_optimisations(rank: int, off: str) -> None:
-    bodies.one_step(rank, "ddp", "tied_gpt", (3, 1), tuning=Tuning(**{off: False}))
 
 
 @pytest.mark.parametrize("name", ["unused", "lora", "conv2d"] if not FULL else ["unused", "lora", "conv2d", "hf_gpt2"])

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 import gramian
-from gramian.privacy.options import Tuning
 from tests.dist import private_bodies as bodies
 from tests.dist import unknown_layers as layers
 from tests.dist.bodies import Bypassed
@@ -60,12 +59,6 @@ def test_a_step_of_three_ranks(rank: int, name: str, clipping: str, sizes: tuple
 @distributed(world_size=2)
 def test_checkpointed_blocks(rank: int, name: str, way: str, clipping: str) -> None:
     bodies.one_step(rank, way, name, (3, 1), "mean", clipping, checkpoint=True)
-
-
-@pytest.mark.parametrize("off", ["overlap", "release", "adaptive", "layerwise"])
-@distributed(world_size=2)
-def test_a_step_without_one_of_the_optimisations(rank: int, off: str) -> None:
-    bodies.one_step(rank, "fsdp2", "tied_gpt", (3, 1), tuning=Tuning(**{off: False}))
 
 
 @pytest.mark.parametrize("clipping", CLIPPING)

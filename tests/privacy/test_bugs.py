@@ -338,7 +338,7 @@ def test_noise_is_added_once_after_the_sum_over_processes() -> None:
     p = nn.Parameter(torch.zeros(40))
     p.grad = torch.ones(40)
     plan = NoisePlan(KEY, [("w", (40,))])
-    GradientSums({"w": p}, _SecondOfTwo(), True, Stopwatch(on=False)).release(plan, 3, 0.5, 4.0, Scaling())
+    GradientSums({"w": p}, _SecondOfTwo(), Stopwatch(on=False)).release(plan, 3, 0.5, 4.0, Scaling())
     drawn = plan.add_noise_(torch.zeros(40), "w", 0.5, 3)
     torch.testing.assert_close(p.grad, (2 + drawn) / 4)
 

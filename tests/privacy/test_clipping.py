@@ -16,7 +16,6 @@ import gramian
 from gramian.oracles.clipped_sum import clip, clipped_sum
 from gramian.privacy.clipping import sample_norms, weighted_sums
 from gramian.privacy.clipping.clip_factors import SLACK
-from gramian.privacy.options import Tuning
 from gramian.taps.gradients import Joined, Outer
 from gramian.taps.gradients.outer import weighted_totals
 from gramian.taps.model.whole_layers import whole_classes
@@ -130,16 +129,6 @@ def test_what_was_in_the_gradient_before_stays(name: str) -> None:
         want = {key: total + 0.5 for key, total in wanted(p, limit).totals.items()}
         assert_sums(gradients(model), want, p.tolerance)
         assert all(q.grad is earlier[key] for key, q in model.named_parameters())
-
-
-@pytest.mark.parametrize("switch", ["overlap", "release", "adaptive", "layerwise"])
-@pytest.mark.parametrize("name, storage", list(product(FEW, ("auto", "two_pass"))))
-def test_every_optimisation_can_be_switched_off(name: str, storage: str, switch: str) -> None:
-    p = problem(name, 4)
-    limit, model = clip_norm(p), p.model()
-    with private(model, limit, clipping=storage, tuning=Tuning(**{switch: False})) as run:
-        run.engine.backward(p.case.loss(model, *p.batch, reduction="mean"))
-        assert_sums(run.gradients(), wanted(p, limit).totals, p.tolerance)
 
 
 @pytest.mark.parametrize("samples", [1, 2, 7])

@@ -21,7 +21,6 @@ from gramian.privacy.clipping.clipping_plan import (
 )
 from gramian.privacy.clipping.clipping_planner import share_of
 from gramian.privacy.clipping.clipping_rule import Clipping
-from gramian.privacy.options import Tuning
 from gramian.taps.gradients import Outer
 from tests.kit.matrix import examples, some
 from tests.kit.models import CASES
@@ -233,14 +232,6 @@ def test_keep_is_planned_where_it_is_forced() -> None:
             "parts",
         }
         assert run.engine.plan["blocks.0.fc.weight"].way == "keep"
-
-
-def test_without_adaption_the_direct_norm_is_everywhere() -> None:
-    p = problem("gpt", 4)
-    model = p.model()
-    with private(model, 1.0, clipping="bookkeeping", tuning=Tuning(adaptive=False)) as run:
-        p.backward(model, p.batch)
-        assert run.engine.plan["blocks.0.fc.weight"].way == "direct"
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "convnet", "padded_embedding", "tied_gpt"])

@@ -250,7 +250,6 @@ def test_a_model_that_takes_a_dict_finds_its_batch() -> None:
     [
         (lambda e: e.noise_multiplier, "engine: makes no model private"),
         (lambda e: e.load_state_dict({"schema": 1}), "state: has no"),
-        (lambda e: private(net(), e, tuning=3), "tuning: expected a"),
         (lambda e: e.get_epsilon(delta="x"), "delta: x; expected a probability"),
         (lambda e: gramian.PrivacyEngine(insecure_reproducible=True, seed="a"), "seed: 'a'; expected an integer"),
         (lambda e: private(net(), e, max_grad_norm=1e-30), "max_grad_norm"),

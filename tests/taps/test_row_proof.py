@@ -325,7 +325,9 @@ def test_sums_in_half_precision_may_differ_as_much_as_autograds_do_that_round_ot
     engine.detach()
 
 
-@pytest.mark.parametrize("seed", [0, 2, 3])  # at 1 the noise of a third, seen in few projections, is above what is allowed
+@pytest.mark.parametrize(
+    "seed", [0, 2, 3]
+)  # at 1 the noise of a third, seen in few projections, is above what is allowed
 def test_sums_of_float32_adapters_round_as_the_frozen_model_around_them_does(seed: int) -> None:
     torch.manual_seed(seed)
     model, x = _Deep(uses=1), torch.randn(8, 4)

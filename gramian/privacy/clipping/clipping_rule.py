@@ -11,6 +11,7 @@ saved: the first backward computes norms alone, the second forms the sums as it 
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from gramian.privacy.clipping.sample_norms import (
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.privacy.clipping.weighted_sums import sum_ahead, sum_in_second_pass, sum_small, take_sum
 from gramian.privacy.metric.public_metric import PublicMetric
-from gramian.privacy.options import PrivacyOptions, Tuning
+from gramian.privacy.options import PrivacyOptions
 from gramian.taps.gradients.per_sample_gradient import flat
 from gramian.taps.hub import Hub
 from gramian.taps.passes import accumulates
@@ -59,7 +60,6 @@ class Clipping:
         trained: Mapping[str, nn.Parameter],
         receiver: SumReceiver,
         options: PrivacyOptions,
-        tuning: Tuning,
         stopwatch: Stopwatch,
         proof: str | int,
         clip: ClipFunction,
@@ -78,7 +78,7 @@ class Clipping:
         self.proof_failed: Callable[[], None] = lambda: None
         """Function called when a repeated row proof failed."""
         self._hub, self._trained, self._receiver = hub, dict(trained), receiver
-        self._options, self._tuning, self._stopwatch = options, tuning, stopwatch
+        self._options, self._stopwatch = options, stopwatch
         self.another_backward_follows = False
         """True in the FIRST of two backwards through one forward, which computes norms only; False otherwise."""
         self._allows_two_passes = False
@@ -93,9 +93,7 @@ class Clipping:
         self.on_watch: Callable[[str, Tensor], None] = lambda name, tensor: None
         """Called with (name, tensor) for every tensor that a forward uses for a parameter."""
         self.plan: ClippingPlan | None = None
-        adaptive = tuning.adaptive or options.norm_algorithm != "auto"
-        algorithm = options.norm_algorithm if adaptive else "direct"
-        self.planner = ClippingPlanner(self._trained, options.clipping, algorithm, options.budget)
+        self.planner = ClippingPlanner(self._trained, options.clipping, options.norm_algorithm, options.budget)
         self._works: dict[int, ClippingWork] = {}
         self._batches: dict[int, tuple[int, int | None, list[int] | None]] = {}
         """{number of a recent pass: (rows of its batch, units, bounds of shares)}, of which a tensor-parallel model's processes
@@ -318,11 +316,7 @@ class Clipping:
         else:
             if work.plan is None:
                 self.plan = ClippingPlan(tuple(work.rows.values()), self._options.budget, two_pass=False)
-            if self._tuning.layerwise:
-                self._pass_on(lambda name: take_sum(work, name, release=self._tuning.release))
-            else:
-                totals = {name: take_sum(work, name, release=self._tuning.release) for name in self._trained}
-                self._pass_on(lambda name: totals[name])
+            self._pass_on(partial(take_sum, work))
 
     def _find_factors(self, work: ClippingWork) -> None:
         """Compute the clip factors; the device starts on sums while the host waits for the check of their accuracy."""
@@ -340,7 +334,7 @@ class Clipping:
             self.last = corrected
             if not work.norms_only:
                 sum_small(work)
-        elif self._tuning.release:
+        else:
             for name in ahead:
                 del work.saved[name]
         work.small_gradients.clear()

@@ -29,7 +29,7 @@ from gramian.privacy.noise.correlated_noise import CorrelatedNoise
 from gramian.privacy.noise.element_noise import NoisePlan
 
 IN_FLIGHT = 8
-"""Largest number of reductions to a shard that run at once."""
+"""Largest number of reductions to a shard that run while the next sums are computed."""
 AT_ONCE = 2**26
 """Number of elements whose noise is drawn together, and whose sums over processes run at once."""
 CHANGED_GRADIENT = (
@@ -50,18 +50,16 @@ class GradientSums:
         self,
         trained: Mapping[str, nn.Parameter],
         parallel: ProcessGrid,
-        overlap: bool,
         stopwatch: Stopwatch,
         loss_scale: "float | torch.amp.GradScaler" = 1.0,
         tensor_parallel: TensorParallel | None = None,
     ) -> None:
         """Begin without sums of the parameters in `trained`.
 
-        `overlap`: reduce one parameter's sum over processes while the next is computed. `loss_scale`: factor of the loss, or
-        its `GradScaler`. `tensor_parallel`: the processes that each sum a share of the samples they all see; None: there are
-        none.
+        `loss_scale`: factor of the loss, or its `GradScaler`. `tensor_parallel`: the processes that each sum a share of the
+        samples they all see; None: there are none.
         """
-        self.trained, self._parallel, self._overlap, self._stopwatch = dict(trained), parallel, overlap, stopwatch
+        self.trained, self._parallel, self._stopwatch = dict(trained), parallel, stopwatch
         self.moved: dict[str, Tensor] = {}
         """Sums of earlier micro-batches of this draw: this process's part, in float32 or float64, without the loss scale."""
         self._wide_sums: dict[str, Tensor] = {}
@@ -100,7 +98,7 @@ class GradientSums:
         assert total is not None
         with self._stopwatch.time("communication", name, "reduce-scatter", nbytes=float(total.nbytes), cuda=p.is_cuda):
             self._arriving.append((name, reduce_to_shard(total, p)))
-        while len(self._arriving) > (IN_FLIGHT if self._overlap else 0):
+        while len(self._arriving) > IN_FLIGHT:
             self._land()
 
     def settle(self) -> None:
@@ -324,7 +322,7 @@ class GradientSums:
             total = self._sum_of_pieces(name, scaling)
             waiting.append((name, total, self._parallel.start_sum(total) if self._parallel.uses_ddp else None))
             elements += total.numel()
-            if elements >= AT_ONCE or not self._overlap:
+            if elements >= AT_ONCE:
                 finish(waiting)
                 waiting, elements = [], 0
         if waiting:

@@ -47,17 +47,16 @@ def sum_ahead(work: ClippingWork) -> list[str]:
     return ahead
 
 
-def take_sum(work: ClippingWork, name: str, *, release: bool) -> Tensor | None:
+def take_sum(work: ClippingWork, name: str) -> Tensor | None:
     """A parameter's clipped sum, computed now unless it was before; None if it got no gradient.
 
-    `release`: free the saved tensors of sums that are computed now.
+    The saved tensors of sums that are computed now are freed.
     """
     if name not in work.totals:
         if name not in work.saved:
             return None
         for summed in _sum_saved(work, name):
-            if release:
-                del work.saved[summed]
+            del work.saved[summed]
     return work.totals.pop(name)
 
 

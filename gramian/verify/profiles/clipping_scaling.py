@@ -87,7 +87,7 @@ def advice(phases: Mapping[str, float], kind: str) -> list[str]:
             knob = "raise the batch of a step, with max_physical_batch against its memory: a draw is reduced once, however "
             knob += "many pieces it has"
         limit = f"(more than {COMMUNICATION_LIMIT:.0%})"
-        lines.append(f"communication is {waits:.0%} of the backward {limit}: {knob}; keep Tuning(overlap=True)")
+        lines.append(f"communication is {waits:.0%} of the backward {limit}: {knob}")
     if share.get("norm", 0.0) > OTHER_LIMIT:
         lines.append(
             f"norms take {share['norm']:.0%} of the step: leave mode and algorithm at auto, or raise memory_budget so that "
