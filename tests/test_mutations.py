@@ -580,7 +580,7 @@ MUTATIONS = (
         (
             Edit(
                 "ProofRuns._results",
-                "left_in_attributes(self._root, before, returned)",
+                "left_in_attributes(self.root, before, returned)",
                 "dict[str, Tensor]()",
             ),
         ),
