@@ -30,8 +30,7 @@ def orthogonaliser(gram_BRR: Tensor, dtype: torch.dtype) -> Tensor:
     """Q, a polynomial of A = XXᵀ, such that the singular values of QX/‖X‖_F are near 1, for every matrix of a stack.
 
     Products and Q are in `dtype`. The squares of small singular values would be lost beside the largest where A is rounded to
-    float16; so the first iteration, which brings them nearer to each other, takes A as the sum of two such numbers. 28 r³ FLOPs
-    a matrix.
+    float16; so the first iteration, which brings them nearer to each other, takes A as the sum of two. 28 r³ FLOPs a matrix.
     """
     wide = torch.promote_types(gram_BRR.dtype, torch.float32)
     traces_B11 = gram_BRR.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=wide)[:, None, None]

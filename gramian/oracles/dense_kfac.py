@@ -66,8 +66,7 @@ def factors(
 
     `terms` is the number N of loss terms, `coefficient` the factor c of one term in the loss that was differentiated (loss
     scale included); `bias` adds a last input of 1 to A. With weights w the terms of the loss were c·w_t: gradients are divided
-    by c·w_t, outer products weighted with w_t, and A is divided by Σ w. Tokens of weight 0 are left out; None: all weights are
-    1.
+    by c·w_t, outer products weighted with w_t, and A is divided by Σ w. Tokens of weight 0 are left out; None: all are 1.
     """
     a_TI, g_TO = tokens
     A = a_TI.new_zeros(a_TI.shape[1] + bias, a_TI.shape[1] + bias)

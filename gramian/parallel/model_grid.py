@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional as F
 
 from gramian.core.errors import GramianError
+from gramian.parallel.lockstep import fsdp_groups
 from gramian.parallel.process_grid import DataParallelKind, ProcessGrid, ddp_wrapper
 from gramian.parallel.tensor_parallel import TensorParallel
 
@@ -85,6 +86,7 @@ def _tensor_parallel(root: nn.Module, device: torch.device) -> ProcessGrid:
 
 def _sharded(root: nn.Module, sharded: list[tuple[str, Any]], device: torch.device) -> ProcessGrid:
     """The grid of a model with `fully_shard`, over one mesh dimension, over two (HSDP), or beside tensor parallelism."""
+    _restore_meshes(root)
     name, first = max(sharded, key=lambda pair: pair[1].device_mesh.ndim)
     mesh, tensor = first.device_mesh, TensorParallel.of(root)
     if len(sharded) < len(list(root.parameters())):
@@ -118,6 +120,13 @@ def _sharded(root: nn.Module, sharded: list[tuple[str, Any]], device: torch.devi
     tensors = 1 if tensor is None else tensor.size
     kind = DataParallelKind.FSDP2
     return ProcessGrid(dist.get_rank(), mesh.size(), device, kind, tensor=tensors, data_rank=data_rank)
+
+
+def _restore_meshes(root: nn.Module) -> None:
+    """Give parameters the mesh, with its groups, that FSDP2 has for them: DTensor takes the object of an equal earlier mesh."""
+    for unit in (module for module in root.modules() if isinstance(module, FSDPModule)):
+        for one in (one for group in fsdp_groups(unit) for one in group.fsdp_params):
+            one.sharded_param._spec = one._sharding_spec
 
 
 def _names(mesh: DeviceMesh) -> tuple[str, ...]:

@@ -1,7 +1,6 @@
 """The table that every planner prints: a header, one line for each planned part, and notes below.
 
-A planner describes each part as a row object with named fields and `cells()` (`PlanRow`); `PlanTable` aligns the text of the
-rows.
+A planner describes each part as a row object with named fields and `cells()` (`PlanRow`); `PlanTable` aligns their text.
 """
 
 from collections.abc import Sequence

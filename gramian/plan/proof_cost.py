@@ -1,7 +1,6 @@
 """The cost of a row proof, the check that each row of a layer's tensors depends on one sample only: runs and memory.
 
-B is the number of samples and N that of tokens of a backward. The largest layer input or output gradient has N·D entries of w
-bytes.
+B is the number of samples and N that of tokens of a backward. The largest input or output gradient has N·D entries of w bytes.
 
 | part | where | bytes |
 |---|---|---|

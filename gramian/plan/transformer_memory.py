@@ -75,8 +75,7 @@ class Transformer:
     parameter_shapes: tuple[tuple[int, ...], ...] = ()
     """Shapes of all parameters, in the model's order, shared ones once."""
     kept: float | None = None
-    """Numbers that a block stores for the backward, per token and feature of the width, if measured; None: by the module's
-    table."""
+    """Numbers that a block stores for the backward, per token and feature, if measured; None: by the module's table."""
 
     @property
     def queries(self) -> int:

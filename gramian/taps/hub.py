@@ -103,7 +103,7 @@ class Hub(TappedModel):
 
         Raises:
             GramianError: if one of its statistics is part of an open capture, or open captures disagree about the batch size
-                or, of a tensor-parallel model, about whether processes share the samples.
+                or, of a tensor-parallel model, about whether processes share the samples; or if only the listener cannot.
         """
         busy = [
             s for other in self.listeners for s in other.statistics if any(s is mine for mine in listener.statistics)
@@ -118,11 +118,20 @@ class Hub(TappedModel):
                 f"batch_size: open captures of one model say {sorted(map(str, sizes))}; expected one number"
             )
         disagree = bool(self.listeners) and self.listeners[0].takes_shares != listener.takes_shares
-        if disagree and TensorParallel.of(self.root_module) is not None:
+        tensor = TensorParallel.of(self.root_module)
+        if disagree and tensor is not None:
             raise GramianError(
                 "capture: K-FAC or private training of a tensor-parallel model is under way; expected one capture at a time"
             )
-        self.tensor_parallel = TensorParallel.of(self.root_module) if listener.takes_shares else None
+        found = self.root_module.named_parameters()
+        shard = next((name for name, p in found if tensor and p.requires_grad and tensor.spreads(p)), None)
+        if (
+            shard is not None and not listener.takes_shares
+        ):  # later, the forward would leave the mask of its tokens to torch
+            raise GramianError(
+                f"{shard} is tensor parallel, which only K-FAC and private training can look at; expected whole layers"
+            )
+        self.tensor_parallel = tensor if listener.takes_shares else None
         self.install()
         self.listeners.append(listener)
         self._set_flags()

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
@@ -413,3 +414,21 @@ def test_compiled_models(rank: int, name: str, what: str) -> None:
     private.optimizer.step()
     bodies.assert_moved(model, p, bodies.clipped_sum(p, bodies.limit_of(p)))
     private.engine.detach()
+
+
+@distributed(world_size=2)
+def test_processes_meet_in_the_group_that_the_model_is_sharded_over_not_in_that_of_an_equal_mesh(rank: int) -> None:
+    """DTensor shares one mesh object between equal meshes; the group of the first may be destroyed, or have another timeout."""
+    p = problem("mlp", 4)
+    wrap("fsdp2", p.model())  # its mesh is the first
+    group = dist.new_group()
+    model = fully_shard(p.model(), mesh=DeviceMesh.from_group(group, "cpu"))
+    private = bodies.make_private(p, model)
+    assert private.engine._model is not None and private.engine._model.parallel.group is group
+    assert all(q.device_mesh.get_group() is group for q in model.parameters())
+    private.backward(slice(2 * rank, 2 * rank + 2))
+    private.optimizer.step()
+    bodies.assert_moved(model, p, bodies.clipped_sum(p, bodies.limit_of(p)))
+    private.engine.detach()
+    dist.barrier()
+    dist.destroy_process_group(group)

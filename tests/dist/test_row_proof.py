@@ -201,6 +201,7 @@ def test_a_tensor_parallel_model_trusts_shapes_and_its_record_says_so(rank: int)
     assert records == ["proven", "taken from shapes, as the model is tensor parallel"]
     with refusal("is tensor parallel, which only K-FAC and private"), gramian.per_sample_norms(model):
         model(case.data(3)[0]).sum().backward()
+    model(case.data(3)[0].roll(1, 0)).sum().backward()  # other tokens of the same shape
 
 
 class TimeFirst(nn.Module):

@@ -1,8 +1,7 @@
 """A refresh on the user's own passes: one backward or several, each with its own loss terms and token weights.
 
 `KFACCapture` is the context that `kfac.capture(...)` returns on a step that refreshes. Its two statistics (Kronecker sums
-of layers, exact sums of the remaining parameters) observe every backward inside the `with` block; leaving the block makes
-factors.
+of layers, exact sums of the remaining parameters) observe every backward in the `with` block; leaving it makes factors.
 """
 
 import math

@@ -23,8 +23,7 @@ class Linearised:
 
     J v is computed by a forward in forward-mode differentiation, about three times the FLOPs of a plain one, without storing
     activations. If a layer has no forward mode (an autograd function without `jvp`, a custom kernel), J v is the derivative of
-    Jᵀ u by u: two backwards on one forward, whose graph is stored. The result is the same, and consistent with the layer's own
-    backward.
+    Jᵀ u by u: two backwards on one forward, whose graph is stored. The same result, consistent with the layer's own backward.
     """
 
     def __init__(

@@ -17,8 +17,7 @@ The eigenvalues of a block G ⊗ A are all products α_j·σ_i, so sums over the
 | pac_bayes | √(tr/n): a heuristic, no bound | the same |
 
 α_j and σ_i are the eigenvalues of A [m, m] and G [o, o], λ is the damping, λ_max and λ_min are the extreme eigenvalues of F.
-Sums in the last column run over the blocks b. The o·m eigenvalues of EK-FAC have the same metrics, as those of a block with
-one side.
+Sums in the last column run over the blocks b. The o·m eigenvalues of EK-FAC have the same metrics, as with one side.
 
 Nothing is damped, clipped or cut off except where λ is written, and nothing is added to a denominator. Ranks of a zero matrix
 are 0. Cost beyond the spectra (`side_spectra`): o·m logarithms and exponentials a block, `spectrum_products.CHUNK` at a time.

@@ -73,8 +73,7 @@ class LossCall:
 def chunk_tokens(bytes_per_token: int) -> int:
     """Number of tokens per chunk, a power of two, from the bytes that a token's buffers take.
 
-    As many as fit into CHUNK_BYTES; if that is fewer than CHUNK_TOKENS, up to CHUNK_TOKENS that fit into CHUNK_LIMIT; at least
-    one.
+    As many as fit into CHUNK_BYTES; if that is fewer than CHUNK_TOKENS, up to CHUNK_TOKENS within CHUNK_LIMIT; at least one.
     """
     many, few = (_power_of_two(limit // max(1, bytes_per_token)) for limit in (CHUNK_BYTES, CHUNK_LIMIT))
     return max(many, min(few, CHUNK_TOKENS))

@@ -82,8 +82,7 @@ def lanczos(
     eigenvalues. When the k pairs have converged, they stay in the basis, and a random block orthogonal to them starts a new
     search. Searches end when one changes none of the k values and the next best Ritz value θ either has converged too or is too
     far away: with probability 1 − 10⁻⁶ no eigenvalue λ in the searched space exceeds the largest θ there by more than
-    ε(λ_max − λ_min), ε = (ln(1.648 √n / 10⁻⁶)/(2j − 1))² after j products from a random start (Kuczyński and Woźniakowski
-    1992).
+    ε(λ_max − λ_min), ε = (ln(1.648 √n / 10⁻⁶)/(2j − 1))² after j products from a random start (Kuczyński, Woźniakowski 1992).
 
     Cost for i products: the products, up to 8·i·max_basis·n FLOPs of reorthogonalisation (twice, against the whole basis,
     sums in float64), and (max_basis + b)·n numbers.

@@ -52,8 +52,7 @@ class SpectralDensity:
     dim: int
     """Side n of the operator."""
     nodes_PS: Tensor
-    """Nodes θ [p, s], float64, ascending for every probe. Where a Krylov space is exhausted before s steps, the last is
-    repeated.
+    """Nodes θ [p, s], float64, ascending for every probe. Where a Krylov space is exhausted before s steps, the last repeats.
     """
     weights_PS: Tensor
     """Weights of the nodes [p, s], float64; a probe's weights sum to n in the mean over probes; 0 for repeated nodes."""

@@ -1,8 +1,7 @@
 """Statistics of a Goose's spikes (ternary activations): firing rates, dead and saturated channels, and entropy, per matrix.
 
 A site is one matrix of one block, with the spikes that are its input. A channel fires if its spike is not 0. Forward hooks
-count spikes and tokens of every site, so a segment that activation checkpointing recomputes counts twice without changing a
-rate.
+count spikes and tokens of every site, so a segment that activation checkpointing recomputes counts twice at the same rate.
 
 Legend: N tokens, C channels of a site.
 """

@@ -26,8 +26,7 @@ MOST_ELEMENTS = 2**40
 """Largest number of elements of a release (one noised sum): 2³⁹ pairs, since Box–Muller makes normal numbers in pairs."""
 
 TAIL_MASS = 2.0**-64
-"""Probability that a pair of normal numbers has a radius above TAIL_RADIUS; in the drawn noise, the largest radius has it
-instead."""
+"""Probability that a pair of normal numbers has a radius above TAIL_RADIUS; in the drawn noise, that of the largest."""
 
 TAIL_RADIUS = math.sqrt(-2 * math.log(TAIL_MASS))
 """Radius R beyond which a pair of normal numbers lies with probability TAIL_MASS: 9.42."""

@@ -77,8 +77,7 @@ class Convolved(PerSampleGradient):
     def projected(self, directions: Directions) -> Tensor:
         """Terms [images, K], one row per image, whose sum is u_kᵀ(Σ_i g_i)v_k for K directions u_k v_kᵀ.
 
-        An image x with output gradients g_o gives ⟨x ∗ v_k, Σ_o u_ko g_o⟩: a convolution with K output channels in each
-        group.
+        An image x with output gradients g_o gives ⟨x ∗ v_k, Σ_o u_ko g_o⟩: a convolution with K channels in each group.
         """
         images, gradients = wide(self.images_BK).flatten(0, 1), wide(self.gradients_BK).flatten(0, 1)
         left_OK, right_NK = directions.sides(images.dtype)

@@ -11,8 +11,7 @@
 | any other [D, h, d] with a longer first axis | one, [D, h·d] (heads of attention) |
 | any other of more axes (positions [1, T, D], what a weight is computed from) | one, cut nearest to square |
 
-Whether the layer multiplies by them is seen in its first backward. Matrices of at most `SMALL` elements are left to exact
-blocks.
+Whether the layer multiplies by them is seen in its first backward. Matrices of at most `SMALL` elements have exact blocks.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,7 @@
 """Save and restore the state of a run: snapshots in memory, and checkpoints on disk.
 
 The state is tensors (model, optimizer, K-FAC, privacy, teacher) and facts, plain values in JSON. Metrics of a step may arrive
-after the next one was taken, so facts come in two parts: those known when the step was taken, and those that depend on its
-metrics.
+after the next one was taken, so facts come in two parts: those known when the step was taken, and its metrics.
 """
 
 from collections.abc import Callable, Mapping

@@ -36,8 +36,7 @@ from gramian.train.state.saved_run import load_run
 class CraftedObjective(Objective):
     """Model and loss of a run, in which a window can ask for a multiple of its loss, to get a gradient of any size.
 
-    It asks by its first target: −101 − k stands for the k-th of `scales` and has no loss term. Other windows have the run's
-    loss.
+    It asks by its first target: −101 − k stands for the k-th of `scales` and has no loss term. Others have the run's loss.
     """
 
     scales: Tensor

@@ -66,7 +66,7 @@ def _consumed(use: Callable[[Tensor, Tensor], Tensor]) -> Production:
     def make(d: Draft) -> Step:
         row = _row(d)
         d.sample_major &= d.whole  # elsewhere it is broadcast over k·B rows, or fewer than B
-        d.rounds |= use is BROADCAST["row_in_a_product"]
+        d.rounds = True  # its gradient is a sum over samples, whose order may be another one
         return lambda h, run: use(h, row(h))
 
     return make

@@ -37,6 +37,9 @@ class Truth:
     g_BP: Tensor
     """Gradient of each sample's own loss, float64."""
     separable: bool
+    shown: bool
+    """False: samples are coupled, but not with the contents of this batch in each other's places (two rows that a sort by size
+    leaves in order, and its copies too)."""
 
 
 def truth(program: Program, collate: bool = False) -> Truth:
@@ -74,19 +77,21 @@ def truth(program: Program, collate: bool = False) -> Truth:
         try:
             alone = [forward([i]) for i in samples]
         except (RuntimeError, ValueError):  # BatchNorm on one value
-            return Truth(inside_BP, separable=False)
+            return Truth(inside_BP, separable=False, shown=True)
         alone_BP = torch.stack([gradient(term.sum()) for term, _ in alone])
         g_BP = alone_BP + torch.stack([gradient(scalar) for _, scalar in alone])
         agree = _close(alone_BP, inside_BP)
     agree = agree and _close(coefficient * g_BP.sum(0), whole_P, coefficient * g_BP.abs().sum(0))
+    shown = not agree
     for i in samples if program.is_random else samples[:: -(-program.samples // REPLACED)]:
-        others = [program.samples + j for j in samples]
-        others[i] = i
+        others, own = [program.samples + j for j in samples], [samples[(j + 1) % program.samples] for j in samples]
+        others[i] = own[i] = i
+        shown = shown or program.is_random or not _close(gradient(forward(own)[0][i]), inside_BP[i])
         agree = agree and _close(gradient(forward(others)[0][i]), inside_BP[i])
         for state in range(1, STATES) if program.is_random else ():
             there, here = forward(others, state=state)[0][i], forward([*samples], state=state)[0][i]
             agree = agree and _close(gradient(there), gradient(here))
-    return Truth(g_BP, agree)
+    return Truth(g_BP, agree, shown)
 
 
 def _close(a: Tensor, b: Tensor, terms: Tensor | None = None) -> bool:

@@ -12,8 +12,7 @@ from gramian.train.doctor.teacher.first_distance import first_distance
 def teacher(run: ExaminedRun) -> list[Check]:
     """Run all checks of [teacher], which share one teacher and one student.
 
-    Cost: a forward pass of a few windows by teacher and student, a backward pass if there are features, and 8 windows of the
-    cache.
+    Cost: a forward pass of a few windows by teacher and student, a backward pass if there are features, and 8 cached windows.
     """
     config = run.config
     assert config.teacher is not None
