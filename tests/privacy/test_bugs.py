@@ -676,24 +676,7 @@ BUGS = (
     ),
     Mutation(
         "Gram done again on top of itself",
-        (
-            Edit(
-                "sample_norms:_add_doubtful",
-                "work.doubtful.append(norms)",
-                "work.add(next(iter(gradients)), norms.squares_B); work.doubtful.append(norms)",
-            ),
-            Edit(
-                "sample_norms:confirm_factors",
-                "_recompute(work, norms, doubtful)\n        work.add(next(iter(norms.gradients)), norms.squares_B)",
-                "before_B = norms.squares_B.clone(); _recompute(work, norms, doubtful)\n"
-                "        work.squares[0] = work.squares[0] + (norms.squares_B - before_B)",
-            ),
-        ),
-        _cancelling("bookkeeping", "gram"),
-    ),
-    Mutation(
-        "sums that were begun before the norms were sure",
-        Edit("sample_norms:confirm_factors", "work.totals.clear()", "pass"),
+        Edit("sample_norms:_with_doubtful", "work.squares = dict(sure)", "pass"),
         _cancelling("bookkeeping", "gram"),
     ),
     Mutation(
@@ -820,7 +803,7 @@ BUGS = (
     # ---- clipping and sums ----
     Mutation(
         "norm layers get no gradient",
-        Edit("weighted_sums:take_sum", "return work.totals.pop(name)", "work.totals.pop(name); return None"),
+        Edit("weighted_sums:take_sum", "return work.totals.pop(name, None)", "work.totals.pop(name, None)"),
         _sums("rmsnorm", "bookkeeping"),
     ),
     Mutation(
