@@ -25,6 +25,7 @@ from tests.dist.private_bodies import assert_ranks_hold_the_same
 from tests.dist.tp_bodies import CASES, mesh_of, spread
 from tests.dist.worlds import whole
 from tests.kit.mutations import Edit
+from tests.kit.private import add_noise
 from tests.kit.refusals import refusal
 
 LAYOUTS = ("hsdp", "tp", "fsdp2 x tp", "fsdp2")
@@ -132,7 +133,7 @@ def private_step(
     for key, total in sums.items():
         drawn = torch.zeros_like(total)
         if noise:
-            plan.add_noise_(drawn, key, noise * limit, engine._ledger.counter.released - 1)
+            add_noise(plan, drawn, key, noise * limit, engine._ledger.counter.released - 1)
         expected = -(total + drawn) / 3.0
         scale = max(float(torch.stack([g.norm() for g in sums.values()]).norm()) / 3.0, 1e-30)
         assert float((moved[key] - expected).norm()) < 1e-9 * scale, (layout, key)

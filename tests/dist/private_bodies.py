@@ -25,6 +25,7 @@ from gramian.privacy.noise.element_noise import NoisePlan
 from gramian.privacy.noise.secrets import Secrets, load_private, save_private
 from tests.dist.worlds import checkpointed, mine, whole, wrap
 from tests.kit.matrix import FULL
+from tests.kit.private import add_noise
 from tests.kit.processes import run_on_ranks
 from tests.kit.refusals import refusal
 from tests.statistics.problems import Problem, assert_tensors, problem
@@ -262,7 +263,7 @@ def noise_alone(rank: int, world_size: int, way: str, name: str) -> None:
         private.backward(slice(0, 0))
         private.optimizer.step()
         drawn = {
-            key: plan.add_noise_(torch.zeros_like(g[0]), key, 3.0, release) / EXPECTED_BATCH
+            key: add_noise(plan, torch.zeros_like(g[0]), key, 3.0, release) / EXPECTED_BATCH
             for key, g in p.gradients.items()
         }
         assert_tensors(gradients_of(model), drawn, 0.0)

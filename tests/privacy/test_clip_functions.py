@@ -16,6 +16,7 @@ from gramian.privacy.clipping.private_quantile import RATE
 from gramian.privacy.noise.element_noise import NoisePlan
 from tests.kit.matrix import FULL
 from tests.kit.models import CASES
+from tests.kit.private import add_noise
 from tests.kit.refusals import refusal
 from tests.privacy.poisson_runs import EXPECTED, RECORDS, drawn_steps, flat_of, poisson_run, seeded_engine
 from tests.privacy.problems import assert_sums, clip_norm, private
@@ -163,7 +164,7 @@ def test_the_clip_norm_follows_the_median_by_the_noised_counts() -> None:
                 per_sample_gradients(before, lambda m, *b: p.case.loss(m, *b, reduction="sum"), rows) if drawn else {}
             )
             norms = clip(found, 1.0).norms_B if drawn else torch.zeros(0)
-            noise = plan.add_noise_(torch.zeros(1, dtype=torch.float64), "count", EXPECTED / 20, number)
+            noise = add_noise(plan, torch.zeros(1, dtype=torch.float64), "count", EXPECTED / 20, number)
             below = float((norms <= limit).double().sum()) - len(drawn) / 2 + float(noise)
             limit *= math.exp(-RATE * below / EXPECTED)
             assert engine.clip_norm == pytest.approx(limit, rel=1e-12)

@@ -21,7 +21,7 @@ from gramian.privacy.clipping.clipping_plan import (
 )
 from gramian.privacy.clipping.clipping_planner import share_of
 from gramian.privacy.clipping.clipping_rule import Clipping
-from gramian.taps.gradients import Outer
+from gramian.taps.gradients import Outer, outer
 from tests.kit.matrix import examples, some
 from tests.kit.models import CASES
 from tests.privacy.problems import assert_sums, clip_norm, private, wanted
@@ -201,18 +201,18 @@ def test_forced_choices_are_those_of_the_plan_and_those_that_run(
 ) -> None:
     p = problem("linear_3d", 4)
     model, limit, used = p.model(), clip_norm(p), []
-    gram, direct = sample_norms.gram_of, sample_norms.direct_of
+    gram, direct = outer.gram_of, outer.direct_of
 
-    def watched_gram(groups: list[list[Outer]]) -> tuple[torch.Tensor, torch.Tensor]:
-        used.extend("gram" for group in groups for _ in group)
-        return gram(groups)
+    def watched_gram(outers: list[Outer]) -> tuple[torch.Tensor, torch.Tensor]:
+        used.extend("gram" for _ in outers)
+        return gram(outers)
 
     def watched_direct(gradient: Outer) -> tuple[torch.Tensor, torch.Tensor]:
         used.append("direct")
         return direct(gradient)
 
     monkeypatch.setattr(sample_norms, "gram_of", watched_gram)
-    monkeypatch.setattr(sample_norms, "direct_of", watched_direct)
+    monkeypatch.setattr(outer, "direct_of", watched_direct)
     with private(model, limit, clipping=storage, norm_algorithm=algorithm) as run:
         p.backward(model, p.batch)
         plan = run.engine.plan

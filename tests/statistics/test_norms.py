@@ -180,7 +180,7 @@ def test_a_forced_algorithm_is_the_one_that_runs(algorithm: str, monkeypatch: py
     p = problem("linear_3d", 4)
     model, grams = p.model(), []
     gram = outer.gram_of
-    monkeypatch.setattr(outer, "gram_of", lambda groups: grams.append(groups) or gram(groups))
+    monkeypatch.setattr(outer, "gram_of", lambda outers: grams.append(outers) or gram(outers))
     with gramian.per_sample_norms(model, algorithm=algorithm) as norms:
         p.backward(model, p.batch)
     assert len(grams) == (2 if algorithm == "gram" else 0)

@@ -11,7 +11,6 @@ saved: the first backward computes norms alone, the second forms the sums as it 
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,15 +22,9 @@ from gramian.privacy.clipping.clip_factors import SLACK, ClipFunction, ClippedBa
 from gramian.privacy.clipping.clipping_plan import ClippingPlan, ClippingRow
 from gramian.privacy.clipping.clipping_planner import REMEMBERED, ClippingPlanner, share_of
 from gramian.privacy.clipping.clipping_work import ClippingWork, SavedForClipping, SumReceiver
-from gramian.privacy.clipping.sample_norms import (
-    add_metric_norms,
-    add_norms,
-    confirm_factors,
-    guess_factors,
-    let_wait,
-)
+from gramian.privacy.clipping.sample_norms import add_metric_norms, add_norms, find_factors, let_wait
 from gramian.privacy.clipping.step_timing import Stopwatch
-from gramian.privacy.clipping.weighted_sums import sum_ahead, sum_in_second_pass, sum_small, take_sum
+from gramian.privacy.clipping.weighted_sums import sum_in_second_pass, sum_small, take_sum
 from gramian.privacy.metric.public_metric import PublicMetric
 from gramian.privacy.options import PrivacyOptions
 from gramian.taps.gradients.per_sample_gradient import flat
@@ -83,8 +76,6 @@ class Clipping:
         """True in the FIRST of two backwards through one forward, which computes norms only; False otherwise."""
         self._allows_two_passes = False
         self.last: ClippedBatch | None = None
-        self._guessed_right = True
-        """False after a backward with an inaccurate norm: the next one starts no sum before its factors are confirmed."""
         self.on_begin: Callable[[int, int | None], None] = lambda rows, units: None
         """Called with the number of rows of a backward, and of their units (None: each row is one), before anything is summed;
         may raise."""
@@ -311,32 +302,20 @@ class Clipping:
         del self._works[info.number]
         if work.ignored:
             return
-        if second:
-            self._pass_on(lambda name: work.totals.pop(name, None))
-        else:
-            if work.plan is None:
-                self.plan = ClippingPlan(tuple(work.rows.values()), self._options.budget, two_pass=False)
-            self._pass_on(partial(take_sum, work))
+        if work.plan is None and not second:
+            self.plan = ClippingPlan(tuple(work.rows.values()), self._options.budget, two_pass=False)
+        for name in self._trained:
+            self._receiver.receive(name, take_sum(work, name))
+        with refusals.told():
+            self._receiver.settle()
+        self.on_done()
 
     def _find_factors(self, work: ClippingWork) -> None:
-        """Compute the clip factors; the device starts on sums while the host waits for the check of their accuracy."""
-        ahead: list[str] = []
+        """Compute the clip factors, and with them the sums of biases and norm layers."""
         with self._stopwatch.time("factors", cuda=self._cuda):
-            self.last, sure_B, flags = guess_factors(work)
+            self.last = find_factors(work)
         if not work.norms_only:
             sum_small(work)
-            ahead = sum_ahead(work) if self._guessed_right else []
-        with self._stopwatch.time("factors", cuda=self._cuda):
-            corrected = confirm_factors(work, sure_B, flags())
-        self._guessed_right = corrected is None
-        work.doubtful.clear()
-        if corrected is not None:
-            self.last = corrected
-            if not work.norms_only:
-                sum_small(work)
-        else:
-            for name in ahead:
-                del work.saved[name]
         work.small_gradients.clear()
         work.small_groups.clear()
         if work.padding is not None and bool(work.padding != 0):
@@ -348,10 +327,3 @@ class Clipping:
     @property
     def _cuda(self) -> bool:
         return next(iter(self._trained.values())).is_cuda
-
-    def _pass_on(self, total_of: Callable[[str], Tensor | None]) -> None:
-        for name in self._trained:
-            self._receiver.receive(name, total_of(name))
-        with self._hub.refusals.told():
-            self._receiver.settle()
-        self.on_done()

@@ -28,7 +28,7 @@ class SumReceiver(Protocol):
 
 @dataclass
 class DoubtfulNorms:
-    """Squared norms [B] of layers computed together, and a mask [B] of doubtful samples, whose norm may have lost its digits.
+    """Squared norms [B] of a layer, and a mask [B] of doubtful samples, whose norm may have lost its digits.
 
     Digits are lost where the gradients of a sample's tokens cancel. Whether there are such samples is read once for all layers.
     """
@@ -90,8 +90,6 @@ class ClippingWork:
     """{number of a norm of the clip function: sum over its parameters so far of each sample's squared gradient norm: [B]}."""
     waiting: dict[str, Outer | GroupedOuter | Joined] = field(default_factory=dict)
     """{parameter: gradient} of products whose norms are computed at the end of the backward."""
-    gram_group: dict[str, Outer] = field(default_factory=dict)
-    """{parameter: gradient} of layers with the same input or output gradient, whose norms will be computed together."""
     incomplete: dict[str, dict[str, PerSampleGradient]] = field(default_factory=dict)
     """{block of the metric: gradients of those of its parameters that the backward has reached}, until it has reached all."""
     doubtful: list[DoubtfulNorms] = field(default_factory=list)

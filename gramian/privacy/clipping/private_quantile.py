@@ -68,6 +68,7 @@ class PrivateQuantile:
             reduction.wait()
         count = torch.tensor([int(twice) / 2], dtype=torch.float64)
         if self._count_noise:
-            NoisePlan(key, [("count", (1,))]).add_noise_(count, "count", self._count_noise, number)
+            plan = NoisePlan(key, [("count", (1,))])
+            plan.add_noise_to([count], [count], [plan.place("count", (1,))], self._count_noise, number)
         self._clip.limits[0] *= math.exp(-RATE * float(count) / self._expected_batch)
         return self._clip.limits[0]

@@ -1,9 +1,7 @@
 """Per-sample gradient norms of a backward, and the clip factors that follow from them.
 
 Each parameter adds its squared norms [B] as the backward passes its layer. Where the gradients of a sample's tokens cancel, a
-norm from Gram matrices, or a direct one, may have lost its digits: such samples are doubtful. Reading whether there are any
-makes the host wait for the device. So the factors are first guessed as if there were none, sums are begun with them, and the
-guess is confirmed later.
+norm from Gram matrices, or a direct one, may have lost its digits: such samples are doubtful, and are computed again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +19,8 @@ from gramian.privacy.clipping.clipping_work import ClippingWork, DoubtfulNorms
 from gramian.privacy.clipping.deferred_read import read_later
 from gramian.privacy.metric.metric_block import MetricBlock
 from gramian.taps.gradients import ExplicitGradient, GroupedOuter, Joined, Outer, PerSampleGradient
-from gramian.taps.gradients.outer import direct_of, gram_of, gram_sides, same_tensor
+from gramian.taps.gradients.outer import gram_of
 from gramian.taps.records import ParameterRecord
-
-LARGEST_GRAM_GROUP = 4
-"""Largest number of layers with a common input or output gradient whose norms are computed together."""
 
 
 def let_wait(work: ClippingWork, record: ParameterRecord, row: ClippingRow) -> PerSampleGradient | None:
@@ -59,7 +54,7 @@ def add_norms(work: ClippingWork, record: ParameterRecord, row: ClippingRow) -> 
         work.add(name, explicit.squared_norms())
         return explicit
     if _is_product(gradient):
-        _add_product_norms(work, name, gradient, row.way, at_once=record.borrowed)
+        _add_product_norms(work, name, gradient, row.way)
         return gradient
     if record.borrowed and not work.norms_only:
         gradient = gradient.copy()
@@ -68,54 +63,40 @@ def add_norms(work: ClippingWork, record: ParameterRecord, row: ClippingRow) -> 
 
 
 def add_waiting(work: ClippingWork) -> None:
-    """Add the norms of the products that waited for the end of the backward, and of the last group of layers.
+    """Add the norms of the products that waited for the end of the backward.
 
-    Gram matrices of groups of layers whose sides have one layout, such as those of all blocks of a transformer, are one launch.
+    Gram matrices of layers whose sides have one layout, such as those of all blocks of a transformer, are one launch.
     """
-    alike: dict[Any, list[dict[str, Outer]]] = {}
-    for group in _gram_groups(work):
-        alone = next(iter(group)) if work.stopwatch.on else ""  # what is timed is timed one by one
-        key = (layout(*gram_sides([*group.values()])), alone)
-        alike.setdefault(key, []).append(group)
-    for groups in alike.values():
-        name, gradient = next(iter(groups[0].items()))
-        with work.time("norm", name, gradient, "gram"):
-            squares_KB, doubtful_KB = gram_of([[*group.values()] for group in groups])
-        for group, squares_B, doubtful_B in zip(groups, squares_KB, doubtful_KB, strict=True):
-            _add_doubtful(work, group, squares_B, doubtful_B)
-    flush_gram_group(work)
-
-
-def _gram_groups(work: ClippingWork) -> list[dict[str, Outer]]:
-    """The products that waited, in groups of consecutive ones that share a side; those without Gram matrices are done now."""
-    groups: list[dict[str, Outer]] = []
+    alike: dict[Any, dict[str, Outer]] = {}
     for name, gradient in work.waiting.items():
         way = work.rows[name].way
         if way == "gram" and isinstance(gradient, Outer):
-            if not (groups and _joins(work, groups[-1], name, gradient)):
-                groups.append({})
-            groups[-1][name] = gradient
+            alone = name if work.stopwatch.on else ""  # what is timed is timed one by one
+            alike.setdefault((layout(*gradient.tensors()), alone), {})[name] = gradient
         else:
             with work.time("norm", name, gradient, way):
-                _add_product_norms(work, name, gradient, way, at_once=False)
+                _add_product_norms(work, name, gradient, way)
     work.waiting.clear()
-    return groups
+    for layers in alike.values():
+        name, gradient = next(iter(layers.items()))
+        with work.time("norm", name, gradient, "gram"):
+            squares_KB, doubtful_KB = gram_of([*layers.values()])
+        for layer, squares_B, doubtful_B in zip(layers, squares_KB, doubtful_KB, strict=True):
+            _add_doubtful(work, {layer: layers[layer]}, squares_B, doubtful_B)
 
 
-def _add_product_norms(
-    work: ClippingWork, name: str, gradient: Outer | GroupedOuter | Joined, way: str, *, at_once: bool
-) -> None:
-    """Add squared norms [B] of LᵀR by Gram matrices, with layers that share a side, or directly, or of a sum of such uses."""
+def _add_product_norms(work: ClippingWork, name: str, gradient: Outer | GroupedOuter | Joined, way: str) -> None:
+    """Add squared norms [B] of LᵀR by Gram matrices or directly, or of a sum of such uses."""
     if isinstance(gradient, Joined):
         squares_B, doubtful_B = gradient.squares()
         _add_doubtful(work, {name: gradient}, squares_B, doubtful_B, exact=gradient.exact_squares)
-    elif isinstance(gradient, GroupedOuter):
-        way = way if way in ("gram", "direct") else gradient.algorithm("auto")
-        _add_doubtful(work, {name: gradient}, *gradient.squares_by(way))
-    elif way == "gram":
-        _join_gram_group(work, name, gradient, at_once)
     else:
-        _add_doubtful(work, {name: gradient}, *direct_of(gradient))
+        _add_doubtful(work, {name: gradient}, *_squares_by(gradient, way))
+
+
+def _squares_by(gradient: Outer | GroupedOuter, way: str) -> tuple[Tensor, Tensor]:
+    """Squared norms [B] as planned, or by the faster algorithm where that is none; and a mask of the doubtful ones."""
+    return gradient.squares_by(way if way in ("gram", "direct") else gradient.algorithm("auto"))
 
 
 def add_metric_norms(
@@ -145,12 +126,7 @@ def _measure_in_metric(
     if not isinstance(outer, Outer) or outer.tokens == 1:
         work.add(next(iter(gradients)), block.squares(gradients) if outer is None else outer.squared_norms())
         return
-    way = way if way in ("gram", "direct") else outer.algorithm("auto")
-    if way == "gram":
-        (squares_B,), (doubtful_B,) = gram_of([[outer]])
-    else:
-        squares_B, doubtful_B = direct_of(outer)
-    _add_doubtful(work, gradients, squares_B, doubtful_B, block.squares)
+    _add_doubtful(work, gradients, *_squares_by(outer, way), block.squares)
 
 
 def _per_sample_in_own_dtype(gradient: PerSampleGradient) -> Tensor:
@@ -160,42 +136,9 @@ def _per_sample_in_own_dtype(gradient: PerSampleGradient) -> Tensor:
     return gradient.per_sample().to(gradient.dtype)
 
 
-def _join_gram_group(work: ClippingWork, name: str, gradient: Outer, at_once: bool) -> None:
-    """Add a layer to the group whose norms are computed together, if it shares an input or output gradient (q/k/v, gate/up).
-
-    A group that is full or shares nothing with the layer is computed first; with `at_once` the new group is computed now.
-    """
-    if work.gram_group and not _joins(work, work.gram_group, name, gradient):
-        flush_gram_group(work)
-    work.gram_group[name] = gradient
-    if at_once:
-        flush_gram_group(work)
-
-
-def _joins(work: ClippingWork, group: Mapping[str, Outer], name: str, gradient: Outer) -> bool:
-    """True if a group is not full, and a layer shares an input or output gradient and the norm with all of it."""
-    of_norm = work.clip.groups
-    one_norm = all(of_norm[other] == of_norm[name] for other in group)
-    return one_norm and len(group) < LARGEST_GRAM_GROUP and _share_a_side([*group.values(), gradient])
-
-
-def _share_a_side(outers: Sequence[Outer]) -> bool:
-    first, rest = outers[0], outers[1:]
-    return all(same_tensor(first.right_BTN, outer.right_BTN) for outer in rest) or all(
-        same_tensor(first.left_BTM, outer.left_BTM) for outer in rest
-    )
-
-
-def flush_gram_group(work: ClippingWork) -> None:
-    """Compute the norms of the layers in `work.gram_group`, and empty it."""
-    if work.gram_group:
-        outers, work.gram_group = work.gram_group, {}
-        (squares_B,), (doubtful_B,) = gram_of([[*outers.values()]])
-        _add_doubtful(work, outers, squares_B, doubtful_B)
-
-
-def _sum_of_squares(gradients: Mapping[str, PerSampleGradient]) -> Tensor:
-    return torch.stack([gradient.squared_norms() for gradient in gradients.values()]).sum(0)
+def _squared_norms(gradients: Mapping[str, PerSampleGradient]) -> Tensor:
+    (gradient,) = gradients.values()
+    return gradient.squared_norms()
 
 
 def _add_doubtful(
@@ -203,7 +146,7 @@ def _add_doubtful(
     gradients: Mapping[str, PerSampleGradient],
     squares_B: Tensor,
     doubtful_B: Tensor,
-    measure: Callable[[Mapping[str, PerSampleGradient]], Tensor] = _sum_of_squares,
+    measure: Callable[[Mapping[str, PerSampleGradient]], Tensor] = _squared_norms,
     exact: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
     norms = DoubtfulNorms(gradients, squares_B, doubtful_B, measure, exact)
@@ -228,12 +171,11 @@ def _recompute(work: ClippingWork, norms: DoubtfulNorms, doubtful: bool) -> None
     norms.squares_B[chosen] = norms.measure(explicit).to(norms.squares_B)
 
 
-def guess_factors(work: ClippingWork) -> tuple[ClippedBatch, dict[int, Tensor], Callable[[], list[bool]]]:
-    """Set the clip factors as if no norm were doubtful (digits lost) and all were finite; does not wait for the device.
+def find_factors(work: ClippingWork) -> ClippedBatch:
+    """Set the clip factors of a backward from all its norms; waits for the device once.
 
-    Returns:
-        The clipped batch; the squared norms [B] of those parameters whose norms cannot be doubtful; and a function
-        that waits for the device and returns the flags for `confirm_factors`.
+    Factors are first set as if no norm were doubtful (digits lost) and all were finite, while the device says whether that is
+    so. If it is not, doubtful samples are computed again, and samples that are not finite are left out.
     """
     add_waiting(work)
     for gradients in work.incomplete.values():  # their other parameters got no gradient
@@ -246,35 +188,30 @@ def guess_factors(work: ClippingWork) -> tuple[ClippedBatch, dict[int, Tensor], 
     if not work.squares:
         work.squares[0] = torch.zeros(0 if work.placeholder else work.info.count)
     sure, flags = dict(work.squares), _flags(work)
+    clipped = _with_doubtful(work, sure)
+    if any(found := flags()):
+        for norms, doubtful in zip(work.doubtful, found, strict=False):
+            _recompute(work, norms, doubtful)
+        clipped = _without_nonfinite(work, _with_doubtful(work, sure))
+    work.doubtful.clear()
+    return clipped
+
+
+def _with_doubtful(work: ClippingWork, sure: Mapping[int, Tensor]) -> ClippedBatch:
+    """Set the clip factors from the squared norms that cannot be doubtful, `sure`, and those that can."""
+    work.squares = dict(sure)
     for norms in work.doubtful:
         work.add(next(iter(norms.gradients)), norms.squares_B)
-    return set_factors(work), sure, flags
+    return set_factors(work)
 
 
-def confirm_factors(work: ClippingWork, sure: Mapping[int, Tensor], flags: Sequence[bool]) -> ClippedBatch | None:
-    """Correct guessed clip factors where `flags` say that norms lost digits or are not finite.
-
-    Doubtful samples are computed again, samples that are not finite are left out, and the factors are set anew from `sure`,
-    the squared norms [B] that cannot be doubtful.
-
-    Returns:
-        None if the guess was right (no flag is set); otherwise the corrected batch.
-    """
-    if not any(flags):
-        return None
-    work.totals.clear()
-    work.launches = None
-    work.squares = dict(sure)
-    for norms, doubtful in zip(work.doubtful, flags, strict=False):
-        _recompute(work, norms, doubtful)
-        work.add(next(iter(norms.gradients)), norms.squares_B)
-    clipped = set_factors(work)
+def _without_nonfinite(work: ClippingWork, clipped: ClippedBatch) -> ClippedBatch:
+    """The batch, with samples that are not finite counted and left out of the sums."""
     finite_B = clipped.norms_B.isfinite()
     if bool(finite_B.all()):
         return clipped
     work.finite_runs = _runs(finite_B.tolist())
-    left_out = len(finite_B) - sum(stop - start for start, stop in work.finite_runs)
-    return replace(clipped, nonfinite=left_out)
+    return replace(clipped, nonfinite=int((~finite_B).sum()))
 
 
 def set_factors(work: ClippingWork) -> ClippedBatch:

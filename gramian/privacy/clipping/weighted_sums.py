@@ -13,11 +13,6 @@ from gramian.taps.gradients import ExplicitGradient, Outer, PerSampleGradient
 from gramian.taps.gradients.outer import weighted_totals
 from gramian.taps.records import ParameterRecord
 
-LAUNCHES_AHEAD = 2
-EXPLICIT_SHARE_AHEAD = 0.5
-"""Limits of `sum_ahead`, which starts sums before the clip factors are confirmed: at most LAUNCHES_AHEAD launches for sums by
-matrix products, and sums of explicit gradients up to EXPLICIT_SHARE_AHEAD times the bytes of these gradients."""
-
 
 def sum_small(work: ClippingWork) -> None:
     """Compute the clipped sums of all biases and norm layers into `work.totals`, with one sum for each device and dtype."""
@@ -29,41 +24,17 @@ def sum_small(work: ClippingWork) -> None:
             work.totals[name] = total.reshape(work.trained[name].shape)
 
 
-def sum_ahead(work: ClippingWork) -> list[str]:
-    """Start some clipped sums while the host waits for the check of the clip factors; returns the names of their parameters."""
-    launches = LAUNCHES_AHEAD
-    explicit = [saved.gradient for saved in work.saved.values() if isinstance(saved.gradient, ExplicitGradient)]
-    room = EXPLICIT_SHARE_AHEAD * sum(gradient.gradients_B.nbytes for gradient in explicit)
-    ahead: list[str] = []
-    for name, p in work.trained.items():
-        if name in work.saved and name not in work.totals:
-            if isinstance(work.saved[name].gradient, ExplicitGradient):
-                room -= p.numel() * wide_dtype(p).itemsize
-            else:
-                launches -= 1
-            if min(launches, room) < 0:
-                break
-            ahead += _sum_saved(work, name)
-    return ahead
-
-
 def take_sum(work: ClippingWork, name: str) -> Tensor | None:
-    """A parameter's clipped sum, computed now unless it was before; None if it got no gradient.
-
-    The saved tensors of sums that are computed now are freed.
-    """
-    if name not in work.totals:
-        if name not in work.saved:
-            return None
-        for summed in _sum_saved(work, name):
-            del work.saved[summed]
-    return work.totals.pop(name)
+    """A parameter's clipped sum, computed now unless it was before; None if it got no gradient."""
+    if name in work.saved:
+        _sum_saved(work, name)
+    return work.totals.pop(name, None)
 
 
-def _sum_saved(work: ClippingWork, name: str) -> list[str]:
-    """Compute the clipped sum of a parameter, and of others in the same launch, into `work.totals`; returns their names."""
+def _sum_saved(work: ClippingWork, name: str) -> None:
+    """Compute the clipped sum of a parameter, and of others in the same launch, into `work.totals`; frees what was saved."""
     names = _of_one_launch(work, name)
-    saved = [work.saved[other] for other in names]
+    saved = [work.saved.pop(other) for other in names]
     for other, one in zip(names, saved, strict=True):
         one.check(other)
     gradient, dtype = saved[0].gradient, wide_dtype(work.trained[name])
@@ -73,7 +44,6 @@ def _sum_saved(work: ClippingWork, name: str) -> list[str]:
         else:
             outers = [one.gradient for one in saved if isinstance(one.gradient, Outer)]
             work.totals.update(zip(names, weighted_totals(outers, _weights(work, gradient, name), dtype), strict=True))
-    return names
 
 
 def _of_one_launch(work: ClippingWork, name: str) -> list[str]:

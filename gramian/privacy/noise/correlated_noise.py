@@ -20,7 +20,7 @@ from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
 from gramian.linalg.wide import wide
 from gramian.parallel.data_parallel import as_sharded, local, local_box
-from gramian.privacy.noise.element_noise import NoisePlan, Part, Place
+from gramian.privacy.noise.element_noise import Box, NoisePlan, Place
 from gramian.privacy.noise.noise_strategy import NoiseStrategy, buffers_of
 from gramian.privacy.noise.secrets import is_count
 
@@ -47,9 +47,9 @@ class CorrelatedNoise:
         self._past: dict[tuple[Place, int], _Past] = {}
         """By (place, number of elements), as two empty tensors may have one place."""
 
-    def place(self, name: str, shape: Sequence[int], rows: Part | None = None) -> Place:
+    def place(self, name: str, shape: Sequence[int], box: Box | None = None) -> Place:
         """Where the noise of a part of a parameter lies in the key stream: `NoisePlan.place`."""
-        return self._plan.place(name, shape, rows)
+        return self._plan.place(name, shape, box)
 
     def add_noise_to(
         self,

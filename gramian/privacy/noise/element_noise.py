@@ -73,8 +73,8 @@ class ColumnPlaces:
 
 Place = int | ColumnPlaces
 """Where the noise of a tensor lies in the key stream: the place of its first element, or of each of its columns."""
-Part = tuple[int, int] | slice | tuple[slice, ...]
-"""What a process stores of a parameter: rows of dim 0, or a slice of each axis."""
+Box = tuple[slice, ...]
+"""What a process stores of a parameter: a slice of each axis."""
 
 
 class NoisePlan:
@@ -108,26 +108,23 @@ class NoisePlan:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise GramianError("noise: holds a key, so copies and pickles are refused; expected engine.state_dict()")
 
-    def place(self, name: str, shape: Sequence[int], rows: Part | None = None) -> Place:
-        """Where the noise of a parameter's rows (start, stop) of dim 0 lies, or of a slice of each axis; None: of all of it.
+    def place(self, name: str, shape: Sequence[int], box: Box | None = None) -> Place:
+        """Where the noise of a parameter lies, or that of a `box` of it; None: of all of it.
 
         Raises:
-            GramianError: for an unknown name, a range outside the parameter, or a `shape` that is not that of this part.
+            GramianError: for an unknown name, or a `shape` that is not that of the box.
         """
         if name not in self.shapes:
             raise GramianError(f"{name}: not in the noise plan; expected one of its {len(self.shapes)} parameters")
         whole = self.shapes[name]
-        start, expected = 0, whole
-        if isinstance(rows, tuple) and isinstance(rows[0], slice):
-            bounds = tuple(part.indices(size)[:2] for part, size in zip(rows, whole, strict=True))
-            if bounds[1:] != tuple((0, size) for size in whole[1:]) and tuple(shape) == tuple(b - a for a, b in bounds):
-                return ColumnPlaces(self.offsets[name], whole, bounds)
-            rows = rows[0]
-        if rows is not None:
-            start, stop = _range(name, whole, rows)
-            expected = (stop - start, *whole[1:])
-        if tuple(shape) != expected:
-            raise GramianError(f"{name}: gradient of shape {list(shape)}; expected {list(expected)}")
+        box = tuple(slice(size) for size in whole) if box is None else box
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(box, whole, strict=True))
+        expected = [stop - start for start, stop in bounds]
+        if list(shape) != expected:
+            raise GramianError(f"{name}: gradient of shape {list(shape)}; expected {expected}")
+        if bounds[1:] != tuple((0, size) for size in whole[1:]):
+            return ColumnPlaces(self.offsets[name], whole, bounds)
+        start = bounds[0][0] if bounds else 0
         return self.offsets[name] + start * prod(whole[1:])
 
     def add_noise_to(
@@ -175,38 +172,5 @@ class NoisePlan:
             into, out_of, starts = zip(*parts, strict=True)
             chacha.add_normals_to(into, out_of, self._key, release + (segment << 64), starts, std, factor)
 
-    def add_noise_(
-        self,
-        grad_local: Tensor,
-        name: str,
-        std: float | Tensor,
-        release: int,
-        rows: Part | None = None,
-        factor: float = 1.0,
-    ) -> Tensor:
-        """Add this release's noise to one parameter's gradient, or its `rows`, in place, and return it; see `add_noise_to`.
-
-        A gradient that is not contiguous is copied.
-        """
-        place, total = self.place(name, grad_local.shape, rows), grad_local.detach().contiguous()
-        self.add_noise_to([total], [total], [place], std, release, factor)
-        if not grad_local.is_contiguous():
-            grad_local.detach().copy_(total)
-        return grad_local
-
     def __repr__(self) -> str:
         return f"NoisePlan({len(self.shapes)} parameters, {self.total} places)"
-
-
-def _range(name: str, shape: tuple[int, ...], rows: Any) -> tuple[int, int]:
-    """Check a range of dim 0 of a parameter and return it as (start, stop); a `GramianError` if it is not within the shape."""
-    if not shape:
-        raise GramianError(f"{name}: rows of a 0-dim parameter; expected rows=None")
-    if isinstance(rows, slice):
-        if rows.step not in (None, 1):
-            raise GramianError(f"rows: step {rows.step}; expected a contiguous range of dim 0")
-        rows = (0 if rows.start is None else rows.start, shape[0] if rows.stop is None else rows.stop)
-    start, stop = rows
-    if not 0 <= start <= stop <= shape[0]:
-        raise GramianError(f"rows: [{start}, {stop}) of {name}; expected a range within [0, {shape[0]})")
-    return start, stop

@@ -118,7 +118,7 @@ class Outer(PerSampleGradient):
             return squares_B, torch.zeros_like(squares_B, dtype=torch.bool)
         if name == "direct":
             return direct_of(self)
-        squares_KB, doubtful_KB = gram_of([[self]])
+        squares_KB, doubtful_KB = gram_of([self])
         return squares_KB[0], doubtful_KB[0]
 
     def _squares_by(self, name: str) -> Tensor:
@@ -131,30 +131,18 @@ class Outer(PerSampleGradient):
         return squares_B
 
 
-def gram_sides(outers: Sequence[Outer]) -> list[Tensor]:
-    """The side that all of one to four gradients share (the right one, or else the left one), and then their other sides."""
-    first = outers[0]
-    if len(outers) > 1 and same_tensor(first.left_BTM, outers[1].left_BTM):
-        return [first.left_BTM, *(outer.right_BTN for outer in outers)]
-    return [first.right_BTN, *(outer.left_BTM for outer in outers)]
-
-
-def gram_of(groups: Sequence[Sequence[Outer]]) -> tuple[Tensor, Tensor]:
-    """Σ_k ‖L_kᵀR_k‖² of every sample as ⟨LLᵀ, RRᵀ⟩, for groups of gradients k that share a side; its Gram is formed once.
+def gram_of(outers: Sequence[Outer]) -> tuple[Tensor, Tensor]:
+    """‖LᵀR‖² of every sample as ⟨LLᵀ, RRᵀ⟩, for gradients whose sides have one layout in all of them.
 
     Every entry (s, t) of the two Gram matrices has an independent rounding error of ε‖x_s‖‖x_t‖, x = l or r, so the sum has one
     of about ε·Σ_t‖l_t‖²‖r_t‖². If that is not small beside the result (large common activations, output gradients that cancel),
-    digits are lost, and the direct form, which forms LᵀR, is needed. B·T²·(M+N) FLOPs a group, one kernel launch for all.
-
-    Args:
-        groups: each one to four gradients, all with the same left side or all with the same right side; their sides
-            (`gram_sides`) have one layout in all groups.
+    digits are lost, and the direct form, which forms LᵀR, is needed. B·T²·(M+N) FLOPs each, one kernel launch for all.
 
     Returns:
-        The squared norms [groups, B], and a mask [groups, B], True for samples to be computed again by the direct form. Does
-        not wait for the device.
+        The squared norms [gradients, B], and a mask [gradients, B], True for samples to be computed again by the direct form.
+        Does not wait for the device.
     """
-    squares_KB, diagonals_KB = gram_squares_of_layers([gram_sides(outers) for outers in groups])
+    squares_KB, diagonals_KB = gram_squares_of_layers([(outer.right_BTN, outer.left_BTM) for outer in outers])
     return squares_KB, cancels(squares_KB, diagonals_KB)
 
 

@@ -168,7 +168,7 @@ def _outcome(
         except Exception as other:
             reason = str(other) if isinstance(other, Wrong) else f"raises {type(other).__name__}: {other}"
             reason = reason.partition("\n")[0]
-    if not reason and not facts.separable:
+    if not reason and not facts.separable and facts.shown:
         reason = "accepted, although samples depend on each other"
     return Outcome(program, "wrong" if reason else "exact", reason, facts.separable, error)
 
