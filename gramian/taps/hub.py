@@ -26,6 +26,9 @@ from gramian.taps.root_forward import RootForward
 from gramian.taps.tapped_model import TappedModel
 
 _hub_of: weakref.WeakKeyDictionary[nn.Module, "Hub"] = weakref.WeakKeyDictionary()
+"""Hubs of models without taps; such a hub refers to nothing of its model."""
+_tapped_hub_of: weakref.WeakKeyDictionary[nn.Module, "weakref.ref[Hub]"] = weakref.WeakKeyDictionary()
+"""Hubs of models with taps, whose forwards refer to the hub: both go together when the user drops the model."""
 
 
 class Hub(TappedModel):
@@ -61,6 +64,8 @@ class Hub(TappedModel):
         except BaseException:
             self.uninstall()
             raise
+        if _hub_of.get(root) is self:
+            _tapped_hub_of[root] = weakref.ref(_hub_of.pop(root))
 
     def uninstall(self) -> None:
         """Undo one call of `install`; after the last one every layer has its own forward again."""
@@ -70,6 +75,9 @@ class Hub(TappedModel):
             self.passes.clear()
             self._root_forward.remove_hook()
             self.gathered = None  # it refers to parameters
+            root = self.root()
+            if root is not None and _tapped_hub_of.pop(root, None) is not None:
+                _hub_of[root] = self
 
     def _retap(self) -> None:
         """Find the layers again and replace their forwards instead of those that are replaced now; nothing is proven yet."""
@@ -164,7 +172,8 @@ class Hub(TappedModel):
     def _set_flags(self) -> None:
         """Set `live`, `per_sample` and `batch_size` from the listeners: plain flags on which a compiled graph can guard."""
         self.live = bool(self.listeners)
-        LISTENING.anywhere = any(hub.live for hub in _hub_of.values())
+        hubs = [hub for found in _tapped_hub_of.values() if (hub := found()) is not None]
+        LISTENING.anywhere = any(hub.live for hub in (self, *hubs))
         if not self.live:
             self.tensor_parallel = None
         self.per_sample = self.tensor_parallel is not None or any(listener.per_sample for listener in self.listeners)
@@ -175,9 +184,8 @@ class Hub(TappedModel):
 def hub_of(model: nn.Module) -> Hub:
     """The `Hub` of a model, made on the first call; the same for a model and every wrapper around it (DDP, torch.compile)."""
     root = user_names.unwrap(model)
-    if root not in _hub_of:
-        _hub_of[root] = Hub(root)
-    return _hub_of[root]
+    tapped = _tapped_hub_of.get(root, lambda: None)()
+    return tapped or _hub_of.get(root) or _hub_of.setdefault(root, Hub(root))
 
 
 @contextmanager
@@ -188,10 +196,10 @@ def separate_hub(model: nn.Module) -> Iterator[None]:
         GramianError: if a capture is open on the model, or it is private.
     """
     root = user_names.unwrap(model)
+    if root in _tapped_hub_of and hub_of(root).live:
+        raise GramianError("model: is private, or inside an open capture; expected the model before that")
     before, whole = _hub_of.pop(root, None), whole_classes(root)
     try:
-        if before is not None and before.live:
-            raise GramianError("model: is private, or inside an open capture; expected the model before that")
         yield
     finally:
         _hub_of.pop(root, None)

@@ -1,8 +1,10 @@
 """The engine around the sums: draws and pieces, optimizers and scalers, and noise."""
 
 import copy
+import gc
 import math
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import gramian
+from tests.kit.private import attach
 from tests.kit.refusals import refusal
 from tests.privacy.poisson_runs import (
     EXPECTED,
@@ -455,3 +459,33 @@ def test_the_variable_of_the_fork_of_opacus_is_a_warning_that_names_ours(monkeyp
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert gramian.PrivacyEngine().stopwatch.on == (name == "GRAMIAN_PROFILE")
+
+
+@pytest.mark.parametrize("detached", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_private_model_that_nobody_holds_any_more_is_freed(detached: bool, fails: bool) -> None:
+    """A notebook's cell that is run again must not keep the model, the gradients and the optimizer of its first run."""
+
+    def train() -> weakref.ref[nn.Module]:
+        model, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)), torch.randn(6, 4)
+        engine = gramian.PrivacyEngine()
+        loader = DataLoader(TensorDataset(torch.zeros(60, 1)), batch_size=6)
+        _, optimizer, _ = attach(engine, model, loader, clipping="keep")
+        model(x).sum().backward()
+        optimizer.step()
+        if fails:
+
+            def stop(gradient: torch.Tensor) -> None:
+                raise RuntimeError("out of memory")
+
+            y = model(x)
+            y.register_hook(stop)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                y.sum().backward()
+        if detached:
+            engine.detach()
+        return weakref.ref(model)
+
+    model = train()
+    gc.collect()
+    assert model() is None

@@ -91,7 +91,15 @@ class OutsideParameters:
         self._other_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._behind: Any = WeakIdKeyDictionary()
         """Parameters in the graphs of inputs and losses (weak keys)."""
-        self._handle = register_optimizer_step_pre_hook(torch.compiler.disable(self._before_any_step))
+        seen = weakref.WeakMethod(self._before_any_step)  # what the process's hooks refer to would never be freed
+
+        def before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            watch = seen()
+            if watch is not None:
+                watch(optimizer, args, kwargs)
+
+        self._handle = register_optimizer_step_pre_hook(torch.compiler.disable(before_any_step))
+        weakref.finalize(self, self._handle.remove)
 
     def remove(self) -> None:
         """Stop watching the steps of other optimizers."""
