@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,11 @@ BLOCK = 2**24
 """Number of entries of a stored matrix that are converted to float32 or float64 at a time."""
 TENSOR_FLOAT_32 = 2.0**-10
 """Relative rounding of the operands of products in TF32."""
+ROUNDING = {"none": 0.0, "ieee": 0.0, "tf32": TENSOR_FLOAT_32, "bf16": 2.0**-8}
+PRODUCTS = ("cuda", "matmul"), ("mkldnn", "matmul")
+"""Switches of matrix products, of which "none" takes the precision of its backend, and that the one of all backends."""
+_get: Any = torch._C._get_fp32_precision_getter
+_set: Any = torch._C._set_fp32_precision_setter  # torch.backends.mkldnn.fp32_precision sets that of all backends
 
 
 def pieces(count: int, each: int, most: int | None = None) -> Iterator[slice]:
@@ -45,7 +51,7 @@ def by_columns(y_NK: Tensor, side: int, function: Callable[[Tensor], Tensor], dt
 
 def exact_float32() -> AbstractContextManager[None]:
     """A context in which float32 matrices are multiplied in full float32, whatever precision the user has set."""
-    return _float32_products("highest")
+    return _NOTHING if _are_exact() else _float32_products("highest")
 
 
 def exact_products(device: str) -> AbstractContextManager[object]:
@@ -53,9 +59,7 @@ def exact_products(device: str) -> AbstractContextManager[object]:
 
     `device`: type of the device, "cuda". Where nothing has to be changed, nothing is: every call of a layer enters one.
     """
-    if torch.is_autocast_enabled(device) or torch.get_float32_matmul_precision() != "highest":
-        return _exact_products(device)
-    return _NOTHING
+    return _exact_products(device) if torch.is_autocast_enabled(device) or not _are_exact() else _NOTHING
 
 
 _NOTHING = nullcontext()
@@ -72,22 +76,56 @@ def tensor_float32() -> AbstractContextManager[None]:
     return _float32_products("high")
 
 
+def _are_exact() -> bool:
+    """True if `product_rounding` is 0; the older switch is quicker to read, or cannot be where a newer one allows more."""
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:
+        return False
+
+
 def product_rounding() -> float:
     """Relative rounding of the operands of float32 products that the user allows now: 0, 2⁻¹⁰ (TF32) or 2⁻⁸ (bfloat16)."""
-    return {"highest": 0.0, "high": TENSOR_FLOAT_32, "medium": 2.0**-8}[torch.get_float32_matmul_precision()]
+    return max(ROUNDING[_get("cuda", "matmul")], ROUNDING[_get("mkldnn", "matmul")])
 
 
 @contextmanager
 def _float32_products(precision: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    if before == precision:
-        yield
-        return
+    """Set the newer switches and, now that they allow nothing, the older one; restore what was set, and what was inherited."""
+    outer = [(switch, _taken(*switch)) for switch in (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))]
+    inner = [(switch, _taken(*switch)) for switch in PRODUCTS]
+    older = torch.get_float32_matmul_precision()
+    for switch, before in outer:
+        _set(*switch, before)
     torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(older)
+        for switch, before in inner:
+            _set(*switch, before)
+
+
+def _taken(backend: str, operation: str) -> str:
+    """A switch's own precision, which becomes "none"; those that it inherits from are "none"."""
+    before: str = _get(backend, operation)
+    _set(backend, operation, "none")
+    return before
+
+
+def convolutions_round() -> bool:
+    """True if the user allows TF32 in float32 convolutions on a GPU."""
+    return bool(_get("cuda", "conv") == "tf32")
+
+
+@contextmanager
+def exact_convolutions() -> Iterator[None]:
+    """A context in which convolutions are matrix products, not cuDNN's, which has a switch of its own for TF32."""
+    before, torch.backends.cudnn.enabled = torch.backends.cudnn.enabled, False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
 
 
 def wide(t: Tensor) -> Tensor:

@@ -13,8 +13,10 @@ one all-to-all. From then on the W processes are like data-parallel ones: nothin
 | a partial sum | an all-reduce, then a slice | 2·B·n·(W−1)/W |
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel.loss import customized_loss_ops
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from gramian.core.errors import GramianError
@@ -159,7 +162,29 @@ class TensorParallel:
             )
         return [all_ranks.index(member) for member in members]
 
-    def require_same_inputs(self, inputs: Sequence[Tensor]) -> None:
+    @contextmanager
+    def comparing_labels(self, told: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        """Context manager: torch's `loss_parallel`, where each process takes its own labels, compares them inside `told()`."""
+
+        def compared(handler: Any, operation: Any, args: Any, kwargs: Any) -> Any:
+            if args[0].device_mesh == self.mesh:
+                with told():
+                    self.require_same_inputs([args[1]], "labels")
+            return handler(operation, args, kwargs)
+
+        tables: Any = customized_loss_ops, DTensor._op_dispatcher._custom_op_handlers  # what is, and is being, entered
+        losses = torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default
+        replaced = [(table, loss, table[loss]) for table in tables for loss in losses if loss in table]
+        for table, loss, handler in replaced:
+            table[loss] = partial(compared, handler)
+        try:
+            yield
+        finally:
+            for table, loss, handler in replaced:
+                if loss in table:
+                    table[loss] = handler
+
+    def require_same_inputs(self, inputs: Sequence[Tensor], what: str = "inputs") -> None:
         """Raise on all processes if their batches differ, since sharded layers would mix unrelated samples. Collective.
 
         Compared are the shapes of the tensors and a projection of their values, that of numbers with a fraction to ε^¾ of the
@@ -167,6 +192,7 @@ class TensorParallel:
 
         Args:
             inputs: all tensors that the model is given.
+            what: what they are, for the error.
 
         Raises:
             GramianError: names the first process whose batch differs from that of process 0.
@@ -184,7 +210,7 @@ class TensorParallel:
             )
             if not same:
                 raise GramianError(
-                    f"model: process {rank} of a tensor-parallel group has other inputs than process 0; "
+                    f"model: process {rank} of a tensor-parallel group has other {what} than process 0; "
                     "expected the same batch on all processes of the group"
                 )
 

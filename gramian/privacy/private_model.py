@@ -298,6 +298,8 @@ class PrivateModel:
                 for name, p in named_parameters(self.root):
                     if not hasattr(p, "placements"):
                         bypass.watch(name, p)
+        if self.tensor_parallel is not None:
+            stack.enter_context(self.tensor_parallel.comparing_labels(hub.told))
         stack.enter_context(hub.governed_by(clipping))
         hub.attach(clipping)
         stack.callback(hub.detach, clipping)

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
-from gramian.linalg.wide import TENSOR_FLOAT_32, exact_products, wide
+from gramian.linalg.wide import TENSOR_FLOAT_32, convolutions_round, exact_products, wide
 from gramian.parallel.tensor_parallel import TensorParallel, full_tensor
 from gramian.taps.gradients import PerSampleGradient
 from gramian.taps.gradients.directions import Directions
@@ -125,7 +125,7 @@ class Projections:
         """
         eps = torch.finfo(dtype).eps
         if dtype == torch.float32:
-            convolves = device.type == "cuda" and axes > 2 and torch.backends.cudnn.allow_tf32
+            convolves = device.type == "cuda" and axes > 2 and convolutions_round()
             eps = max(eps, self.rounding_on(device), TENSOR_FLOAT_32 if convolves else 0.0)
         self._rounding[name] = max(eps, self._rounding.get(name, 0.0))
 

@@ -334,6 +334,17 @@ def refusals(rank: int) -> None:
         step(model, x, (y + rank) % 5)
     assert all(p.grad is None for p in model.parameters())
     engine.detach()
+    head = ColwiseParallel(use_local_output=False)
+    for entered in (loss_parallel, nullcontext):  # before make_private, or only for the step
+        with entered():
+            engine, _, _ = private(model := on_two(CASES["mlp"].model(), head=head))
+            with nullcontext() if entered is loss_parallel else loss_parallel():
+                step(model, x, y)
+                model.zero_grad()
+                with refusal("^model: process 1 of a tensor-parallel group has other labels than process 0"):
+                    step(model, x, (y + rank) % 5)
+            assert all(p.grad is None for p in model.parameters())
+            engine.detach()
     for proof in ("auto", "off"):
         torch.manual_seed(0)  # also of the head's weights, which are not sharded
         engine, _, _ = private(model := on_two(Dropped()), proof=proof)

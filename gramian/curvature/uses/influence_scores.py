@@ -25,7 +25,7 @@ from gramian.core.errors import GramianError
 from gramian.curvature.apply.apply_factors import full_vector
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.uses.fisher_parameters import blocks_of, completed_gradient, parameters_of
-from gramian.linalg.wide import wide, wide_mm
+from gramian.linalg.wide import exact_convolutions, wide, wide_mm
 from gramian.statistics.by_pass import ByPass
 from gramian.taps import Capture
 from gramian.taps.gradients import Convolved, Indexed, Outer, PerSampleGradient
@@ -295,7 +295,7 @@ def _convolved(gradient: Convolved, d: Tensor) -> Tensor:
         return images.new_zeros(gradient.batch)
     how = gradient.geometry
     none = [0] * len(how.stride)
-    with torch.backends.cudnn.flags(allow_tf32=False):
+    with exact_convolutions():
         met = torch.convolution(
             images, d.to(images.dtype), None, how.stride, how.padding, how.dilation, False, none, how.groups
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gramian.kernels.sums.scaled_rows import scaled_rows
-from gramian.linalg.wide import wide, wide_norms
+from gramian.linalg.wide import exact_convolutions, wide, wide_norms
 from gramian.taps.gradients.directions import Directions
 from gramian.taps.gradients.explicit import ExplicitGradient
 from gramian.taps.gradients.per_sample_gradient import PerSampleGradient
@@ -86,7 +86,7 @@ class Convolved(PerSampleGradient):
         groups, (outputs, channels, *kernel) = self.geometry.groups, self.shape
         weight = right_NK.mT.reshape(-1, channels, *kernel).repeat(groups, 1, *(1 for _ in kernel))
         slide = (self.geometry.stride, self.geometry.padding, self.geometry.dilation, False, [0] * len(kernel), groups)
-        with torch.backends.cudnn.flags(allow_tf32=False):
+        with exact_convolutions():
             along_images = torch.convolution(images, weight, None, *slide)
         by_group = gradients.reshape(len(images), groups, outputs // groups, -1)
         along_outputs = torch.einsum("igop,gok->igkp", by_group, left_OK.reshape(groups, outputs // groups, -1))
@@ -121,7 +121,7 @@ class Convolved(PerSampleGradient):
 def _weight_gradient(images: Tensor, gradients: Tensor, geometry: Geometry) -> Tensor:
     weight = images.new_empty(1).expand(geometry.weight_shape)  # only its shape is read
     slide = (geometry.stride, geometry.padding, geometry.dilation, False, [0] * len(geometry.stride), geometry.groups)
-    with torch.backends.cudnn.flags(allow_tf32=False):  # sums stay in float32
+    with exact_convolutions():  # sums stay in float32
         gradient: Tensor = torch.ops.aten.convolution_backward(
             _restrided(gradients), _restrided(images), weight, None, *slide, [False, True, False]
         )[1]
