@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gramian
+from gramian.taps.hub import hub_of
 from gramian.taps.model.whole_layers import whole_classes
 from tests.kit.refusals import refusal
 from tests.oracles import sample_statistics
@@ -162,3 +163,21 @@ def test_a_check_leaves_no_class_behind() -> None:
     model, x = network(Mixer(only_directly)), batch(3, 5)
     assert gramian.check(model, x, show=False).finding("per-sample norms").verdict == "exact"
     assert not whole_classes(model)
+
+
+class ManyOutputs(TwoTowers):
+    """The same, with five more outputs of single samples."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        found = super().forward(x)
+        return found | {f"left {power}": found["left"] ** power for power in range(2, 7)}
+
+
+def test_outputs_beside_logits_between_samples_are_proven_together_in_few_runs() -> None:
+    model, x = ManyOutputs().double(), batch(5, 5)
+    with gramian.per_sample_norms(model, loss_reduction="sum"):
+        model(x)["left 3"].sin().sum().backward()
+    (proven,) = hub_of(model).proof.proven.values()
+    assert list(proven.open_outputs) == [0]
+    assert {layer for layer, _, _ in proven.silent} == {""}  # its scale is behind the logits alone
+    assert proven.runs < 50

@@ -23,7 +23,7 @@ TASKS = (
 
 HEAD = r".*head_dim|d_kv|.*head_size"
 INNER = r".*ffn_dim|.*intermediate_size|d_ff|d_inner|n_inner|mlp_dim|ffn_hidden_size|feed_forward_size"
-WIDTH = r".*hidden_size|.*_dim|dim|d_model|n_embd|embedding_size|.*embedding_size|d_embed|.*_channels(?<!num_channels)|.*_width"
+WIDTH = r".*hidden_size|.*_dim|dim|d_model|n_embd|embedding_size|.*embedding_size|d_embed|.*_initial_channel|.*_channels(?<!num_channels)|.*_width"
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from gramian.taps.tapped_model import LayerUses, TappedModel
 logger = logging.getLogger("gramian.taps")
 
 MOST_ALONE = 12
-"""Largest number of outputs that are proven each by itself where all together fail."""
+"""Largest number of outputs that are proven in parts where all together fail."""
 CollateAlone = Callable[[SampleArguments, Collection[int]], list[SampleAlone]]
 """Function of a batch and row numbers that returns some of these rows, each collated alone by the loader; [] without one."""
 
@@ -76,7 +76,7 @@ class BatchProof:
         while True:
             fallbacks, found = model.fallbacks, None
             try:
-                found = self.once(sums_only=sums_only)
+                found = self.once(sums_only=sums_only, left=best[0].open_outputs if best else ())
                 if found is None or not layers.failure or not found.open_outputs:
                     best = None if found is None else (found, layers.present)
                     break
@@ -100,11 +100,13 @@ class BatchProof:
             raise failure
         return None if best is None else best[0]
 
-    def once(self, *, sums_only: bool = False) -> Proven | None:
+    def once(self, *, sums_only: bool = False, left: Collection[int] = ()) -> Proven | None:
         """Prove the batch as its layers are tapped; if some output fails and an axis may have size B by chance, without it.
 
         Args:
             sums_only: True to show only that the taps' sums are autograd's gradients (part 1 of the proof).
+            left: indices of outputs that an earlier attempt has left open. If none of them is proven now either, this attempt
+                cannot show more than that one, and fails without a proof of the others.
 
         Returns:
             What was shown; None if all samples are equal, so that nothing can be shown.
@@ -117,7 +119,7 @@ class BatchProof:
             beginning = InitialState(self.model.root_module, samples.leaves)
             first = self._prover(samples, beginning)
             try:
-                found, failure = self._attempt(first, sums_only)
+                found, failure = self._attempt(first, sums_only, left)
                 if found is None and failure is None:
                     return None
                 best, read = found, samples
@@ -130,7 +132,7 @@ class BatchProof:
                     other = replace(samples, rows=rows)
                     prover = self._prover(other, beginning, second_axis)
                     try:
-                        found, _ = self._attempt(prover, sums_only)
+                        found, _ = self._attempt(prover, sums_only, best.open_outputs if best else left)
                     except GramianError:  # of a layer that cannot be read in this way
                         continue
                     if found is None or (fixed and not prover.fits_alone):
@@ -170,8 +172,22 @@ class BatchProof:
                 self.model.proof_failed()
                 refuse(failure)
 
-    def _attempt(self, prover: Prover, sums_only: bool) -> tuple[Proven | None, Refuted | None]:
-        """What `_prove_outputs` shows, and its failure if it is refuted; (None, None) if all samples are equal."""
+    def _attempt(self, prover: Prover, sums_only: bool, left: Collection[int]) -> tuple[Proven | None, Refuted | None]:
+        """What `_prove_outputs` shows, and its failure if it is refuted; (None, None) if all samples are equal.
+
+        If none of the outputs in `left` is proven by itself, the others are not looked at.
+        """
+        failure = None
+        for number in left if not prover.open else ():
+            outputs = OutputKinds(self.samples, prover.runs)
+            try:
+                prover.prove(lambda found, number=number: {*outputs.choose_all(found)} & {number})  # type: ignore[misc]
+                break
+            except (Refuted, GramianError) as error:
+                failure = Refuted(str(error), getattr(error, "parameter", ""), getattr(error, "layer", ""))
+        else:
+            if failure is not None:
+                return None, failure
         try:
             return self._prove_outputs(prover, sums_only), None
         except Refuted as failure:
@@ -213,13 +229,13 @@ class BatchProof:
         for scalar in outputs.scalars[0 if outputs.rows else 1 :]:
             try:
                 alone = prover.prove(lambda _, scalar=scalar: [scalar])  # type: ignore[misc]
-                found = alone if found is None else replace(found, calls=found.calls | alone.calls)
+                found = _joined(found, alone)
             except Refuted as refuted:
                 failure, reasons[scalar] = refuted, outputs.couples(scalar, refuted)
         if outputs.attributes:
             try:
                 alone = prover.prove(lambda _: outputs.attributes)
-                found = alone if found is None else replace(found, calls=found.calls | alone.calls)
+                found = _joined(found, alone)
             except (Refuted, GramianError) as error:
                 reasons |= {number: outputs.couples(number, error) for number in outputs.attributes}
         reason = next(iter(reasons.values()), "output 0 of the model is not differentiable")
@@ -233,17 +249,23 @@ class BatchProof:
     def _rows_alone(
         self, prover: Prover, outputs: OutputKinds, sums_only: bool = False
     ) -> tuple[Proven | None, dict[int, str]]:
-        """What is shown of outputs with rows each by itself, and {output: why it is not}, where together they failed.
+        """What is shown of some outputs with rows, and {output: why it is not} of others, where together they failed.
 
-        Of a model that returns logits between all samples and embeddings of each (CLIP) a loss may use the embeddings.
+        Of a model that returns logits between all samples and embeddings of each (CLIP) a loss may use the embeddings. Halves
+        that fail are halved again: 2 k log₂ n proofs if k of n outputs fail, most of which end with the first refusal.
         """
         found, reasons = None, dict[int, str]()
-        for number in outputs.rows if 1 < len(outputs.rows) <= MOST_ALONE else ():
+        groups = list(_halves(outputs.rows)) if 1 < len(outputs.rows) <= MOST_ALONE else []
+        while groups:
+            group = groups.pop()
             try:
-                alone = prover.prove(lambda _, number=number: [number], sums_only=sums_only)  # type: ignore[misc]
-                found = alone if found is None else replace(found, calls=found.calls | alone.calls)
+                part = prover.prove(lambda _, group=group: group, sums_only=sums_only)  # type: ignore[misc]
+                found = _joined(found, part)
             except (Refuted, GramianError) as error:
-                reasons[number] = outputs.couples(number, error)
+                if len(group) > 1:
+                    groups += _halves(group)
+                else:
+                    reasons[group[0]] = outputs.couples(group[0], error)
         return found, reasons
 
     def _of_units(self, found: Proven | None, samples: SampleArguments, beginning: InitialState) -> Proven | None:
@@ -290,6 +312,20 @@ class BatchProof:
             second_axis=second_axis,
             beginning=beginning,
         )
+
+
+def _joined(found: Proven | None, part: Proven) -> Proven:
+    """What was shown of some outputs, and of others."""
+    if found is None:
+        return part
+    return replace(
+        found, calls=found.calls | part.calls, shared=found.shared | part.shared, silent=found.silent & part.silent
+    )
+
+
+def _halves(group: list[int]) -> tuple[list[int], list[int]]:
+    """The two halves of a group, the second one first."""
+    return group[len(group) // 2 :], group[: len(group) // 2]
 
 
 def _readings(inputs: Sequence[int], outputs: bool) -> list[tuple[tuple[int, ...], SecondAxis]]:
