@@ -40,9 +40,9 @@ from gramian.privacy.private_noise import PrivateNoise
 from gramian.privacy.private_step import PrivateStep
 from gramian.privacy.private_units import PrivateUnits
 from gramian.privacy.sampling.dataset_fingerprint import dataset_fingerprint
-from gramian.privacy.sampling.poisson import Piece
+from gramian.privacy.sampling.poisson import Piece, PoissonBatchSampler
 from gramian.privacy.sampling.population import population
-from gramian.privacy.sampling.private_loader import PrivateLoader
+from gramian.privacy.sampling.private_loader import PrivateLoader, records_of
 from gramian.privacy.sampling.record_units import RecordUnits
 from gramian.privacy.sampling.single_collation import RecordingCollate
 from gramian.taps.hub import hub_of
@@ -219,20 +219,22 @@ class PrivateModel:
         self.units.refuse_other_adjacency(self._ledger)
 
     def _private_loader(self, data_loader: DataLoader[Any]) -> PrivateLoader:
-        return PrivateLoader(
-            data_loader,
-            key=self._ledger.secrets.sampling_key,
-            sample_rate=self.rate.sample_rate,
-            expected_batch=self.rate.expected_batch,
+        units, groups, (rank, world_size) = self.units.of_records, self.noise.groups(), self.parallel.data
+        size = records_of(data_loader) if units is None else len(units)
+        draws = PoissonBatchSampler(
+            self._ledger.secrets.sampling_key,
+            size,
+            self.rate.sample_rate,
+            max(1, round(size / self.rate.expected_batch)),
             next_draw=lambda: self._ledger.counter.released,
-            on_piece=self._begin_piece,
-            rank=self.parallel.data[0],
-            world_size=self.parallel.data[1],
+            rank=rank,
+            world_size=world_size,
             max_physical_batch=self.options.max_physical_batch,
             max_draw=self.options.max_draw,
-            groups=self.noise.groups(),
-            units=self.units.of_records,
+            draw_of=None if groups is None else groups.cyclic_draw,
+            units=units,
         )
+        return PrivateLoader(data_loader, draws, self._begin_piece, groups)
 
     def _truncation(self) -> tuple[()] | tuple[int, int]:
         """(records, largest draw) for the accountant if draws are truncated, else ()."""

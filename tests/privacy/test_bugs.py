@@ -1067,7 +1067,7 @@ BUGS = (
     ),
     Mutation(
         "empty draws left out by the loader",
-        Edit("_FilledPieces._filled", "begun.append(piece)", "piece.indices and begun.append(piece)"),
+        Edit("PoissonBatchSampler._filled", "begun.append(piece)", "piece.indices and begun.append(piece)"),
         test_loader.test_an_epoch_may_be_all_empty,
     ),
     Mutation(
