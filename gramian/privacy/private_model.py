@@ -41,7 +41,6 @@ from gramian.privacy.private_step import PrivateStep
 from gramian.privacy.private_units import PrivateUnits
 from gramian.privacy.sampling.dataset_fingerprint import dataset_fingerprint
 from gramian.privacy.sampling.poisson import Piece, PoissonBatchSampler
-from gramian.privacy.sampling.population import population
 from gramian.privacy.sampling.private_loader import PrivateLoader, records_of
 from gramian.privacy.sampling.record_units import RecordUnits
 from gramian.privacy.sampling.single_collation import RecordingCollate
@@ -133,14 +132,6 @@ class PrivateModel:
             self.quantile = PrivateQuantile(
                 self.clip, options.noise_multiplier, self.rate.expected_batch, self.parallel
             )
-        self.records = population(
-            data_loader,
-            self.parallel.data[1],
-            poisson=bool(options.poisson_sampling),
-            rate_given=self.rate.given,
-            units=units,
-        )
-        """Number of records, or of units, that batches come from; None: not known."""
         self._carries_no_state = self._looked_behind_loss = False
         self._installed: ExitStack | None = None
         with ExitStack() as stack:
@@ -245,11 +236,11 @@ class PrivateModel:
             raise GramianError(
                 f'poisson_sampling: "truncated" has no bound in {mechanism}; expected PrivacyEngine("pld"), or True'
             )
-        if self.records is None:
+        if self.rate.records is None:
             raise GramianError(
                 "data_loader: its data set has no length; expected one with a length for truncated draws"
             )
-        return self.records, self.options.max_draw
+        return self.rate.records, self.options.max_draw
 
     def _install(self, stack: ExitStack) -> None:
         options, trained = self.options, self.trained
