@@ -25,7 +25,7 @@ from gramian.privacy.options import PrivacyOptions, check_opacus, check_optimize
 from gramian.privacy.private_batches import PrivateBatches
 from gramian.privacy.private_model import PrivateModel
 from gramian.privacy.sampling.physical_batch import planned_size
-from gramian.privacy.sampling.population import population, units_of
+from gramian.privacy.sampling.population import units_of
 from gramian.taps.model.user_names import unwrap
 from gramian.taps.proof.row_proof import check_proof
 
@@ -233,12 +233,11 @@ class PrivacyEngine(PrivateBatches):
         unit_of, most = options.get("unit_of"), options.get("max_records_per_unit")
         units = units_of(data_loader, unit_of, most, poisson=bool(poisson))
         rate = sampling_rate(data_loader, world_size, options.get("expected_batch"), given, bool(poisson), units)
-        records = population(data_loader, world_size, poisson=bool(poisson), rate_given=rate.given, units=units)
-        size = records or rate.expected_batch / rate.sample_rate
+        size = rate.records or rate.expected_batch / rate.sample_rate
         yielded = epochs * max(1, round(size / rate.expected_batch))
         steps = math.ceil(max(epochs / rate.sample_rate, yielded))
         mechanism = self._ledger.accounting.mechanism
-        rest: tuple[Any, ...] = (records or 0, options.get("max_draw") or 0) if poisson == "truncated" else ()
+        rest: tuple[Any, ...] = (rate.records or 0, options.get("max_draw") or 0) if poisson == "truncated" else ()
         if is_correlated(options.get("noise", "gaussian")):
             kind, steps = options["noise"], options.get("releases") or steps
             check_noise(kind, options.get("bands"), steps)

@@ -203,7 +203,7 @@ def check_opacus(given: Mapping[str, Any], loss_reduction: str | float) -> None:
 
 @dataclass(frozen=True)
 class SamplingRate:
-    """Expected batch size and sample rate of the steps of a private run."""
+    """Expected batch size and sample rate of the steps of a private run, and the records that they are drawn from."""
 
     expected_batch: float
     """Average number of samples of a step over all processes; the noised sum is divided by it."""
@@ -211,6 +211,8 @@ class SamplingRate:
     """Probability that a record takes part in a step."""
     given: bool
     """True if the user gave the sample rate."""
+    records: int | None
+    """Number of records, or of units, that batches come from; None: not known."""
 
 
 def sampling_rate(
@@ -257,7 +259,7 @@ def sampling_rate(
         raise GramianError(
             f"sample_rate: is {sample_rate:.4g}; expected at most 1 (a batch no larger than the data set)"
         )
-    return SamplingRate(float(expected_batch), float(sample_rate), given)
+    return SamplingRate(float(expected_batch), float(sample_rate), given, size)
 
 
 def is_number(value: Any) -> bool:

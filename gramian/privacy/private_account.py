@@ -92,7 +92,7 @@ class PrivateAccount(OpacusNames):
         self._ledger.limit = ReleaseLimit(target_epsilon, target_delta, planned)
 
     def _check_delta(self, delta: float) -> None:
-        records = None if self._model is None else self._model.records
+        records = None if self._model is None else self._model.rate.records
         if records is not None and is_number(delta) and delta * records >= 1 and not self._warned_of_delta:
             self._warned_of_delta = True
             assert self._model is not None

@@ -40,9 +40,8 @@ from gramian.privacy.private_noise import PrivateNoise
 from gramian.privacy.private_step import PrivateStep
 from gramian.privacy.private_units import PrivateUnits
 from gramian.privacy.sampling.dataset_fingerprint import dataset_fingerprint
-from gramian.privacy.sampling.poisson import Piece
-from gramian.privacy.sampling.population import population
-from gramian.privacy.sampling.private_loader import PrivateLoader
+from gramian.privacy.sampling.poisson import Piece, PoissonBatchSampler
+from gramian.privacy.sampling.private_loader import PrivateLoader, records_of
 from gramian.privacy.sampling.record_units import RecordUnits
 from gramian.privacy.sampling.single_collation import RecordingCollate
 from gramian.taps.hub import hub_of
@@ -133,14 +132,6 @@ class PrivateModel:
             self.quantile = PrivateQuantile(
                 self.clip, options.noise_multiplier, self.rate.expected_batch, self.parallel
             )
-        self.records = population(
-            data_loader,
-            self.parallel.data[1],
-            poisson=bool(options.poisson_sampling),
-            rate_given=self.rate.given,
-            units=units,
-        )
-        """Number of records, or of units, that batches come from; None: not known."""
         self._carries_no_state = self._looked_behind_loss = False
         self._installed: ExitStack | None = None
         with ExitStack() as stack:
@@ -212,20 +203,22 @@ class PrivateModel:
         self.units.refuse_other_adjacency(self._ledger)
 
     def _private_loader(self, data_loader: DataLoader[Any]) -> PrivateLoader:
-        return PrivateLoader(
-            data_loader,
-            key=self._ledger.secrets.sampling_key,
-            sample_rate=self.rate.sample_rate,
-            expected_batch=self.rate.expected_batch,
+        units, groups, (rank, world_size) = self.units.of_records, self.noise.groups(), self.parallel.data
+        size = records_of(data_loader) if units is None else len(units)
+        draws = PoissonBatchSampler(
+            self._ledger.secrets.sampling_key,
+            size,
+            self.rate.sample_rate,
+            max(1, round(size / self.rate.expected_batch)),
             next_draw=lambda: self._ledger.counter.released,
-            on_piece=self._begin_piece,
-            rank=self.parallel.data[0],
-            world_size=self.parallel.data[1],
+            rank=rank,
+            world_size=world_size,
             max_physical_batch=self.options.max_physical_batch,
             max_draw=self.options.max_draw,
-            groups=self.noise.groups(),
-            units=self.units.of_records,
+            draw_of=None if groups is None else groups.cyclic_draw,
+            units=units,
         )
+        return PrivateLoader(data_loader, draws, self._begin_piece, groups)
 
     def _truncation(self) -> tuple[()] | tuple[int, int]:
         """(records, largest draw) for the accountant if draws are truncated, else ()."""
@@ -236,11 +229,11 @@ class PrivateModel:
             raise GramianError(
                 f'poisson_sampling: "truncated" has no bound in {mechanism}; expected PrivacyEngine("pld"), or True'
             )
-        if self.records is None:
+        if self.rate.records is None:
             raise GramianError(
                 "data_loader: its data set has no length; expected one with a length for truncated draws"
             )
-        return self.records, self.options.max_draw
+        return self.rate.records, self.options.max_draw
 
     def _install(self, stack: ExitStack) -> None:
         options, trained = self.options, self.trained

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
+
 from gramian.core.errors import GramianError
 from gramian.privacy.accounting.adjacency import ADJACENCY, ADJACENCY_OF_UNITS, adjacencies
 from gramian.privacy.accounting.ledger import Ledger
@@ -12,7 +14,7 @@ from gramian.privacy.clipping.single_sample_clipping import SingleSampleClipping
 from gramian.privacy.sampling.crossing_labels import CrossingLabels
 from gramian.privacy.sampling.poisson import Piece
 from gramian.privacy.sampling.record_units import RecordUnits
-from gramian.privacy.sampling.unit_ids import UnitIds
+from gramian.privacy.sampling.unit_ids import unit_ids
 
 
 class PrivateUnits:
@@ -27,9 +29,9 @@ class PrivateUnits:
             GramianError: if a unit has more records than one backward may have.
         """
         self.of_records = of_records
-        self._drawn: UnitIds | None = None
+        self._drawn: Tensor | None = None
         """Units of the rows that the loader drew, until their backward."""
-        self._given: UnitIds | None = None
+        self._given: Tensor | None = None
         """Units of the block of `engine.units` around the next forward, which come before those that were drawn."""
         self._labels = CrossingLabels()
         if of_records is not None and max_physical_batch is not None and of_records.largest > max_physical_batch:
@@ -58,7 +60,7 @@ class PrivateUnits:
 
     def begin_piece(self, piece: Piece) -> None:
         """Set the units of a piece (micro-batch) that the loader yields, if it draws units."""
-        self._set(None if piece.units is None else UnitIds.of(piece.units), self._given)
+        self._set(None if piece.units is None else unit_ids(piece.units), self._given)
 
     def end_backward(self) -> None:
         """Forget the units that were drawn: the backward of their rows is over."""
@@ -67,8 +69,8 @@ class PrivateUnits:
     @contextmanager
     def given(self, ids: Any) -> Iterator[None]:
         """Context manager in which forwards have these ids of units (see `PrivacyEngine.units`)."""
-        before, found = self._given, UnitIds.of(ids)
-        if found.by_token and isinstance(self.clipping, SingleSampleClipping):
+        before, found = self._given, unit_ids(ids)
+        if found.dim() == 2 and isinstance(self.clipping, SingleSampleClipping):
             raise GramianError(
                 "ids: are given by token, and max_physical_batch=1 clips the gradient of a whole row; expected ids of rows, or "
                 "a larger max_physical_batch"
@@ -85,13 +87,13 @@ class PrivateUnits:
         return self._drawn is not None and self._given is None
 
     @property
-    def _ids(self) -> UnitIds | None:
+    def _ids(self) -> Tensor | None:
         return self._drawn if self._given is None else self._given
 
-    def _set(self, drawn: UnitIds | None, given: UnitIds | None) -> None:
+    def _set(self, drawn: Tensor | None, given: Tensor | None) -> None:
         self._drawn, self._given = drawn, given
         if isinstance(self.clipping, Clipping):
-            self.clipping.sample_ids = None if self._ids is None else self._ids.ids
+            self.clipping.sample_ids = self._ids
 
     def refuse_crossing_labels(self, arguments: Any) -> None:
         """Raise a `GramianError` if labels among the arguments let the loss of one unit depend on a token of another."""

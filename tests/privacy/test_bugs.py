@@ -32,6 +32,7 @@ from gramian.oracles.clipped_sum import clipped_sum
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.parallel.shared_refusals import SharedRefusals
 from gramian.privacy.accounting.epsilon import epsilon_of
+from gramian.privacy.accounting.ledger import SHARED
 from gramian.privacy.clipping import gradient_sums
 from gramian.privacy.clipping.gradient_sums import GradientSums
 from gramian.privacy.clipping.loss_scaling import Scaling
@@ -286,7 +287,10 @@ class _SecondOfTwo(ProcessGrid):
         return next((name for name, value in values.items() if value != self.told[name]), None)
 
     def from_first(self, data: bytes, device: Any) -> bytes:
-        return KEY + data[len(KEY) :] if len(data) >= len(KEY) else 2 * (5).to_bytes(8, "big")
+        if len(data) == SHARED.size:
+            _, *account, _, _ = SHARED.unpack(data)
+            return SHARED.pack(KEY, *account, 5, 5)
+        return KEY if len(data) == len(KEY) else data
 
     def start_sum(self, t: Tensor) -> None:
         t.mul_(2)
@@ -931,7 +935,7 @@ BUGS = (
     ),
     Mutation(
         "hook on a parameter never called",
-        Edit("trained_parameters:_check_hooks", "if p._backward_hooks:", "if False:"),
+        Edit("trained_parameters:trained_parameters", "elif p._backward_hooks:", "elif False:"),
         test_regressions.test_hooks_on_a_parameter_are_refused,
     ),
     Mutation(
@@ -1067,7 +1071,7 @@ BUGS = (
     ),
     Mutation(
         "empty draws left out by the loader",
-        Edit("_FilledPieces._filled", "begun.append(piece)", "piece.indices and begun.append(piece)"),
+        Edit("PoissonBatchSampler._filled", "begun.append(piece)", "piece.indices and begun.append(piece)"),
         test_loader.test_an_epoch_may_be_all_empty,
     ),
     Mutation(
@@ -1225,7 +1229,7 @@ BUGS = (
     ),
     Mutation(
         "labels across documents",
-        Edit("CrossingLabels.refuse", "if len(found) < 2 or units.ids.shape[1] < 2:", "if True:"),
+        Edit("CrossingLabels.refuse", "if len(found) < 2 or ids.shape[1] < 2:", "if True:"),
         partial(test_unit_refusals.test_labels_across_documents_are_refused, True),
     ),
     Mutation(
@@ -1284,7 +1288,11 @@ BUGS = (
     ),
     Mutation(
         "frozen parameters with noise",
-        Edit("trained_parameters:_trained", "id(p) not in seen and p.requires_grad", "id(p) not in seen"),
+        Edit(
+            "trained_parameters:trained_parameters",
+            "if p.requires_grad and id(p) not in seen:",
+            "if id(p) not in seen:",
+        ),
         test_frozen_parameters_of_the_optimizer_stay_as_they_are,
     ),
     Mutation(
@@ -1488,7 +1496,7 @@ BUGS = (
     ),
     Mutation(
         "every process its own count of releases",
-        Edit("Ledger._agree", "self._share_counter()", "pass"),
+        Edit("Ledger._share", "if parallel.rank:", "if False:"),
         test_the_second_process_counts_as_the_first_does,
     ),
     Mutation(

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from gramian.privacy.sampling.dataset_fingerprint import dataset_fingerprint as fingerprint
 from gramian.privacy.sampling.empty_batch import without_rows
 from gramian.privacy.sampling.poisson import PoissonBatchSampler, draw
-from gramian.privacy.sampling.private_loader import PrivateLoader
+from gramian.privacy.sampling.private_loader import PrivateLoader, records_of
 from tests.kit.refusals import refusal
 
 KEY = bytes(range(32))
@@ -23,15 +23,10 @@ def numbered(size=24):
 
 
 def private(loader, rate=0.25, expected=6, at=0, told=None, **settings):
-    return PrivateLoader(
-        loader,
-        key=KEY,
-        sample_rate=rate,
-        expected_batch=expected,
-        next_draw=at if callable(at) else lambda: at,
-        on_piece=lambda piece: None if told is None else told.append(piece),
-        **settings,
-    )
+    size = records_of(loader)
+    counter = at if callable(at) else lambda: at
+    draws = PoissonBatchSampler(KEY, size, rate, max(1, round(size / expected)), next_draw=counter, **settings)
+    return PrivateLoader(loader, draws, lambda piece: None if told is None else told.append(piece))
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3}])
@@ -212,7 +207,6 @@ class Endless(IterableDataset):
         ("data_loader: Endless is an IterableDataset; expected", lambda: private(DataLoader(Endless()))),
         ("data_loader: batch_size=None .*; expected", lambda: private(DataLoader(numbered(), batch_size=None))),
         ("data_loader: list has no records; expected", lambda: private(DataLoader([]))),
-        ("expected_batch: 0; expected", lambda: private(DataLoader(numbered()), expected=0)),
         ("sample_rate: 1.5; expected", lambda: list(private(DataLoader(numbered()), rate=1.5))),
         ("max_physical_batch: 0; expected", lambda: private(DataLoader(numbered()), max_physical_batch=0)),
         ("rank: 2 of 2; expected", lambda: private(DataLoader(numbered()), rank=2, world_size=2)),

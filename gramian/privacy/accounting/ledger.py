@@ -22,8 +22,8 @@ from gramian.privacy.accounting.signing_key import SigningKey
 from gramian.privacy.audit.weights_digest import digest
 from gramian.privacy.noise.secrets import KEY_BYTES, ReleaseCounter, Secrets
 
-SHARED = struct.Struct("16sd?")
-"""What processes share beside the key: name of the account, clip norm (0: none), and whether it is due."""
+SHARED = struct.Struct(f"{KEY_BYTES}s16sd?QQ")
+"""What processes share: key, name of the account, clip norm (0: none), whether it is due, releases to begin with, and begun."""
 CHAINED = ("max_grad_norm", "expected_batch", "poisson_sampling", "clip_function", "releases", "adjacency")
 """Options that every entry of the chain of releases has, beside the noise multiplier and the sample rate."""
 
@@ -198,8 +198,7 @@ class Ledger:
                 self.counter.restore(released, replay=True)
             self.accounting.catch_up(self.counter.about)
             self._chain = self._recorded(self._chain)
-        if parallel is not None:  # else `open` does
-            self._share_counter()
+        self._share()  # before `open` there is nobody to share with
         self._count()
 
     def state_dict(self) -> dict[str, Any]:
@@ -277,8 +276,7 @@ class Ledger:
             generator = state.get("generator", 1)
             self._report_no_replay(f"its noise is of generator {generator}, and this one is {NORMALS_VERSION}")
         if is_open:
-            self._share_key()
-            self._share_counter()
+            self._share()
             self._end_replay_on_other_weights()
             self._warn_of_uncounted()
         self._count()
@@ -298,8 +296,7 @@ class Ledger:
         if self._checks_weights and not self._same_weights(but=other):
             self._checks_weights = False
             self.end_replay()
-            self._share_key()
-            self._share_counter()
+            self._share()
             self._report_no_replay(
                 "weights, optimizer state or number of processes, or the metric's factors, are not those of the state"
             )
@@ -361,29 +358,21 @@ class Ledger:
             )
         if field is not None:
             raise GramianError(f"{field}: is not the same on every process; expected one value everywhere")
-        self._share_key()
-        self._share_counter()
+        self._share()
 
-    def _share_key(self) -> None:
-        """Send the first process's secret key, the name of its account and its clip norm to all processes."""
-        if self._parallel is not None and self._parallel.size > 1:
-            state = self.secrets.state_dict()
-            rest = SHARED.pack(self.accounting.account.encode(), self.clip_norm or 0.0, self.clip_norm_is_due)
-            got = self._parallel.from_first(bytes(state["key"].tolist()) + rest, self._device)
-            self.secrets.load_state_dict({**state, "key": torch.tensor(list(got[:KEY_BYTES]), dtype=torch.uint8)})
-            account, clip_norm, self.clip_norm_is_due = SHARED.unpack(got[KEY_BYTES:])
-            self.accounting.account, self.clip_norm = account.decode(), clip_norm or None
-
-    def _share_counter(self) -> None:
-        """Send the first process's release counter to all processes."""
+    def _share(self) -> None:
+        """Send the first process's key, release counter, name of its account and clip norm to all processes. Collective."""
         parallel = self._parallel
-        if parallel is not None and parallel.size > 1:
-            mine = self.counter.state_dict()
-            sent = b"".join(mine[key].to_bytes(8, "big") for key in ("released", "spent"))
-            got = parallel.from_first(sent, self._device)
-            theirs = {"released": int.from_bytes(got[:8], "big"), "spent": int.from_bytes(got[8:], "big")}
-            if parallel.rank:
-                self.counter.load_state_dict(theirs, replay=True)
+        if parallel is None or parallel.size == 1:
+            return
+        secret, counter = self.secrets.state_dict(), self.counter.state_dict()
+        mine = (bytes(secret["key"].tolist()), self.accounting.account.encode(), self.clip_norm or 0.0)
+        sent = SHARED.pack(*mine, self.clip_norm_is_due, counter["released"], counter["spent"])
+        key, account, clip_norm, due, released, spent = SHARED.unpack(parallel.from_first(sent, self._device))
+        self.secrets.load_state_dict({**secret, "key": torch.tensor(list(key), dtype=torch.uint8)})
+        self.accounting.account, self.clip_norm, self.clip_norm_is_due = account.decode(), clip_norm or None, due
+        if parallel.rank:
+            self.counter.load_state_dict({"released": released, "spent": spent}, replay=True)
 
     def _count(self) -> None:
         """Set the number of accounted steps to the releases of the counter, once their σ and sample rate are known."""

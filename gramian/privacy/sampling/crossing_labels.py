@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from gramian.core.errors import GramianError
-from gramian.privacy.sampling.unit_ids import PADDING, UnitIds
+from gramian.privacy.sampling.unit_ids import PADDING
 
 IGNORED = -100
 """Label of a token that has no loss term."""
@@ -33,19 +33,19 @@ class CrossingLabels:
         self._own = False
         """True once a unit's last label was seen that is not the next token: such labels are then the units' own."""
 
-    def refuse(self, units: UnitIds, arguments: Any) -> None:
+    def refuse(self, ids: Tensor, arguments: Any) -> None:
         """Raise GramianError for labels among `arguments` that cross from one unit into the next.
 
-        Labels that the model does not see are not looked at. Cost: some passes over [B, T] on the host, until a unit's own last
-        label was seen.
+        `ids` is the unit of each row [B], where none can cross, or of each token [B, T]; −1: padding. Labels that the model
+        does not see are not looked at. Cost: some passes over [B, T] on the host, until a unit's own last label was seen.
         """
-        looks = units.by_token and not self._own
-        found = list(_token_ids(arguments, tuple(units.ids.shape))) if looks else []
-        if len(found) < 2 or units.ids.shape[1] < 2:
+        looks = ids.dim() == 2 and not self._own
+        found = list(_token_ids(arguments, tuple(ids.shape))) if looks else []
+        if len(found) < 2 or ids.shape[1] < 2:
             return
         next_BT = found[0][:, 1:]
-        inside_BT = units.ids[:, 1:] == units.ids[:, :-1]
-        border_BT = ~inside_BT & (units.ids[:, 1:] != PADDING)
+        inside_BT = ids[:, 1:] == ids[:, :-1]
+        border_BT = ~inside_BT & (ids[:, 1:] != PADDING)
         for labels_BT in found[1:]:
             counts, shifts = (t != IGNORED for t in (labels_BT[:, :-1], labels_BT[:, 1:]))
             repeats = _all(labels_BT[:, :-1] == next_BT, counts & inside_BT)

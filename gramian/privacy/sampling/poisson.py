@@ -4,12 +4,12 @@ It does not depend on the number of ranks, so a run resumes from a draw number, 
 computes a record, not which records are drawn.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Sampler
 
 from gramian.core.errors import GramianError
 from gramian.kernels import chacha
@@ -106,10 +106,11 @@ def _filled(units: Sequence[int], sizes: Sequence[int], most: int | None) -> lis
     return groups
 
 
-class PoissonBatchSampler(Sampler[list[int]]):
+class PoissonBatchSampler:
     """Record indices of the micro-batches (pieces) of one rank over an epoch, as the `batch_sampler` of a DataLoader.
 
-    Every rank yields the same number of pieces in every draw; a piece may be empty.
+    Every rank has the same number of pieces in every draw. Pieces without records are not yielded, since many data sets cannot
+    be indexed by an empty list; the queue `begun` gets all of them.
 
     Args:
         key: the sampling key, 32 bytes, the same on every rank.
@@ -151,6 +152,8 @@ class PoissonBatchSampler(Sampler[list[int]]):
         self.size, self.rate, self.steps, self.max_draw = size, rate, steps, max_draw
         self.rank, self.world_size, self.max_physical_batch = rank, world_size, max_physical_batch
         self._next_draw, self._draw_of, self._units = next_draw, draw_of, units
+        self.begun: deque[Piece] = deque()
+        """All pieces of the last epoch so far, in order, that were not taken from here; a new queue for each epoch."""
 
     def pieces_of(self, number: int) -> list[Piece]:
         """This rank's pieces (micro-batches) of the draw of this number, in order."""
@@ -189,22 +192,20 @@ class PoissonBatchSampler(Sampler[list[int]]):
             found.append(Piece(number, part, part == parts - 1, [index for own in records for index in own], owners))
         return found
 
-    def epoch(self) -> Iterator[Piece]:
-        """Yield the pieces (micro-batches) of `steps` draws, from draw number `next_draw()` on."""
+    def __iter__(self) -> Iterator[list[int]]:
+        self.begun = begun = deque[
+            Piece
+        ]()  # before the first list is asked for: a loop that was left does not disturb it
+        return self._filled(begun)
+
+    def _filled(self, begun: deque[Piece]) -> Iterator[list[int]]:
         first = self._next_draw()
         for number in range(first, first + self.steps):
-            yield from self.pieces_of(number)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for piece in self.epoch():
-            yield piece.indices
+            for piece in self.pieces_of(number):
+                begun.append(piece)
+                if piece.indices:
+                    yield piece.indices
 
     def __len__(self) -> int:
         """Number of draws (optimizer steps) per epoch; an epoch yields at least as many pieces."""
         return self.steps
-
-    def __repr__(self) -> str:
-        return (
-            f"PoissonBatchSampler(size={self.size}, rate={self.rate}, steps={self.steps}, rank={self.rank}, "
-            f"world_size={self.world_size}, max_physical_batch={self.max_physical_batch})"
-        )

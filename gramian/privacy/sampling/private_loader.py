@@ -1,7 +1,6 @@
 """The user's DataLoader with its sampler replaced by keyed Poisson draws."""
 
 import copy
-from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
@@ -13,7 +12,6 @@ from gramian.privacy.sampling.cyclic import Groups
 from gramian.privacy.sampling.dataset_fingerprint import preserved_generators
 from gramian.privacy.sampling.empty_batch import without_rows
 from gramian.privacy.sampling.poisson import Piece, PoissonBatchSampler
-from gramian.privacy.sampling.record_units import RecordUnits
 from gramian.privacy.sampling.row_order import reorders
 from gramian.privacy.sampling.single_collation import LastBatch
 
@@ -24,72 +22,35 @@ BATCHES_COMPARED, MOST_COMPARED = 8, 16
 class PrivateLoader(DataLoader[Any]):
     """A DataLoader of Poisson draws over a loader's data set, in micro-batches (pieces), with all its other settings.
 
-    Each epoch is `len(loader)` draws, numbered from `next_draw()` when its iteration begins; if a loop is left early, batches
-    that workers had prefetched are drawn again in the next. `on_piece` is called when a batch is yielded, not when it is
-    loaded. A piece without records is a batch of zero rows. `drop_last`, `shuffle`, `sampler` and `batch_sampler` of the user's
-    loader are not used.
+    If a loop is left early, batches that workers had prefetched are drawn again in the next. `on_piece` is called when a batch
+    is yielded, not when it is loaded. A piece without records is a batch of zero rows. `drop_last`, `shuffle`, `sampler` and
+    `batch_sampler` of the user's loader are not used.
 
     Args:
         loader: the user's loader; its `dataset` is the complete one.
-        key: the sampling key, 32 bytes, the same on every rank.
-        sample_rate: probability that a record takes part in a draw.
-        expected_batch: average number of records of a draw over all ranks; an epoch has records / expected_batch draws.
-        next_draw: function that returns the number of the next draw.
+        draws: the draws of an epoch, of all records of that data set.
         on_piece: called with the piece of each batch that is yielded.
-        rank: rank of this process.
-        world_size: number of data-parallel ranks.
-        max_physical_batch: largest number of records in one batch; None: all of this rank's at once.
-        max_draw: largest number of records (units) of a draw over all ranks, which larger ones are cut to; None: no limit.
-        groups: groups of cyclic sampling; None: every draw is from all records.
-        units: the records of each unit, which are drawn together; `sample_rate` and `expected_batch` then count units. None:
-            each record is a unit.
+        groups: groups of cyclic sampling, by which `draws` are made; None: every draw is from all records.
     """
 
     def __init__(
         self,
         loader: DataLoader[Any],
-        *,
-        key: bytes,
-        sample_rate: float,
-        expected_batch: float,
-        next_draw: Callable[[], int],
+        draws: PoissonBatchSampler,
         on_piece: Callable[[Piece], None] = lambda piece: None,
-        rank: int = 0,
-        world_size: int = 1,
-        max_physical_batch: int | None = None,
-        max_draw: int | None = None,
         groups: Groups | None = None,
-        units: RecordUnits | None = None,
     ) -> None:
-        self.size = size = _records_of(loader) if units is None else len(units)
-        """Number of records, or of units, that draws are from."""
-        if not expected_batch > 0:
-            raise GramianError(f"expected_batch: {expected_batch}; expected more than 0")
         self._on_piece = on_piece
         self._device = getattr(loader, "device", None)  # of a loader that Accelerate prepared
         self._is_accelerate_prepared = True  # Accelerate's prepare() leaves it as it is: draws are shared out already
-        self._draws = PoissonBatchSampler(
-            key,
-            size,
-            sample_rate,
-            max(1, round(size / expected_batch)),
-            next_draw=next_draw,
-            rank=rank,
-            world_size=world_size,
-            max_physical_batch=max_physical_batch,
-            max_draw=max_draw,
-            draw_of=None if groups is None else groups.cyclic_draw,
-            units=units,
-        )
-        self.groups = groups
-        """Groups of cyclic sampling; None: every draw is from all records."""
-        self._batches = _FilledPieces(self._draws)
+        self.draws_of_epoch, self.groups = draws, groups
+        """The draws, and the groups of cyclic sampling that they are from; None: each is from all records."""
         self._empty: Any = None
         self._unordered = BATCHES_COMPARED
         """Number of batches in which `refuse_reordering` still looks at the order of rows."""
         self._last: tuple[Piece, Any] = (Piece(-1, 0, True, []), None)
         """The piece (micro-batch) that was yielded last, and its batch."""
-        super().__init__(loader.dataset, batch_sampler=self._batches, **loading_options(loader))
+        super().__init__(loader.dataset, batch_sampler=draws, **loading_options(loader))
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield the batches of an epoch in order; a micro-batch without records is a batch of zero rows."""
@@ -100,7 +61,7 @@ class PrivateLoader(DataLoader[Any]):
     def pieces(self) -> Iterator[tuple[Piece, Any]]:
         """Yield (piece, batch) of an epoch, for loops that read ahead: `begin` must be called before each batch's forward."""
         batches = super().__iter__()
-        begun = self._batches.begun
+        begun = self.draws_of_epoch.begun
         for batch in batches:
             while not (piece := begun.popleft()).indices:
                 yield piece, self._placed(self.empty_batch())
@@ -131,17 +92,17 @@ class PrivateLoader(DataLoader[Any]):
 
     def split(self, parts: int) -> None:
         """From the next epoch on, yield every draw in exactly `parts` micro-batches, some of which may have no records."""
-        self._draws.parts = parts
+        self.draws_of_epoch.parts = parts
 
     def rekey(self, key: bytes, groups: bytes) -> None:
         """Use other keys, of a loaded checkpoint, for all draws that are made from now on: of sampling, and of its groups."""
-        self._draws.key = key
+        self.draws_of_epoch.key = key
         if self.groups is not None:
             self.groups.regroup(groups)
 
     def __len__(self) -> int:
         """Number of draws (optimizer steps) per epoch; with `max_physical_batch` an epoch may yield more batches."""
-        return len(self._draws)
+        return len(self.draws_of_epoch)
 
     def empty_batch(self) -> Any:
         """A batch of zero rows: the first record, collated alone, with every tensor cut to [:0]."""
@@ -188,33 +149,7 @@ class PrivateLoader(DataLoader[Any]):
         return LastBatch(batch, len(piece.indices), singles)
 
 
-class _FilledPieces:
-    """Batch sampler of `PrivateLoader`: yields the index lists of the micro-batches that have records.
-
-    The queue `begun` gets all micro-batches, also empty ones, in order. Workers never see an empty list, which many data sets
-    cannot index.
-    """
-
-    def __init__(self, draws: PoissonBatchSampler) -> None:
-        self._draws = draws
-        self.begun: deque[Piece] = deque()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        # A new queue for a new epoch, before the first index list is asked for: a loop that was left does not disturb it.
-        self.begun = deque()
-        return self._filled(self.begun)
-
-    def _filled(self, begun: deque[Piece]) -> Iterator[list[int]]:
-        for piece in self._draws.epoch():
-            begun.append(piece)
-            if piece.indices:
-                yield piece.indices
-
-    def __len__(self) -> int:
-        return len(self._draws)
-
-
-def _records_of(loader: DataLoader[Any]) -> int:
+def records_of(loader: DataLoader[Any]) -> int:
     """Number of records of a loader's data set; a `GramianError` if Poisson sampling cannot draw from it."""
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset):

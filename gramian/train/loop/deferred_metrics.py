@@ -1,11 +1,12 @@
 """Metrics of a step are copied to the host and read one step later, so that the host does not wait for the device."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
+
+from gramian.privacy.clipping.deferred_read import read_later
 
 
 @dataclass(frozen=True)
@@ -51,27 +52,19 @@ class DeferredMetrics:
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self._names = tuple(names)
-        self._waiting: deque[tuple[StepAttempt, Tensor, torch.cuda.Event | None]] = deque()
+        self._waiting: deque[tuple[StepAttempt, Callable[[], list[float]], bool]] = deque()
+        """(step, function that waits for its values, whether they come from a GPU)."""
 
     def add(self, attempt: StepAttempt, values: Tensor) -> None:
         """Start to copy the values of a step (`TakenStep.values`) to the host."""
-        if values.is_cuda:
-            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            host.copy_(values, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._waiting.append((attempt, host, event))
-        else:
-            self._waiting.append((attempt, values.detach().clone(), None))
+        self._waiting.append((attempt, read_later(values), values.is_cuda))
 
     def read(self, wait: bool) -> list[StepOutcome]:
         """Return the metrics that have arrived on the host: on a GPU all but the newest step's; `wait` waits for all."""
         found = []
-        while self._waiting and (wait or len(self._waiting) > 1 or self._waiting[0][2] is None):
-            attempt, host, event = self._waiting.popleft()
-            if event is not None:
-                event.synchronize()
-            nats, flags, tokens, norm, *rest = host.tolist()
+        while self._waiting and (wait or len(self._waiting) > 1 or not self._waiting[0][2]):
+            attempt, values, _ = self._waiting.popleft()
+            nats, flags, tokens, norm, *rest = values()
             extra = dict(zip(self._names, rest, strict=True))
             found.append(StepOutcome(attempt, nats / max(1.0, tokens), norm, int(tokens), flags > 0, extra))
         return found

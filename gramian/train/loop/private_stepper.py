@@ -311,7 +311,7 @@ class PrivateStepper(Stepper):
     def groups_of_records(self) -> tuple[int, Any] | None:
         """(number of groups, group of each unit) of cyclic sampling; None: draws are from all units. For an audit."""
         groups = self._loader.groups
-        return None if groups is None else (groups.count, groups.of(self._loader.size))
+        return None if groups is None else (groups.count, groups.of(self._loader.draws_of_epoch.size))
 
     def exhausted(self, steps: int) -> bool:
         """Whether all `steps` releases that target_epsilon, or noise "bandmf", allows were made; repeated ones count too."""
