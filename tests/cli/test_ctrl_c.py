@@ -90,9 +90,9 @@ def interrupted(folder: Path, argv: list[str], delay: float, entry: str) -> tupl
     return status, (folder / "stderr").read_text()
 
 
-@pytest.mark.parametrize("number", range(64 if FULL else len(SHORT)))
+@pytest.mark.parametrize("number", range(24 if FULL else len(SHORT)))
 def test_ctrl_c_is_at_most_one_line(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, delay = (drawn(64) if FULL else SHORT)[number]
+    name, delay = (drawn(24) if FULL else SHORT)[number]
     (tmp_path / "w").symlink_to(world())
     tables = {**TINY, "run": {**TINY["run"], "steps": STEPS}, "eval": {"every": 50, "windows": 2}}
     (tmp_path / "run.toml").write_text(tomli_w.dumps({**tables, "checkpoint": {"snapshot_every": 20, "every": 20}}))

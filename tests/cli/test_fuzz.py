@@ -1,6 +1,6 @@
 """Whatever is typed ends in a result or in one line that names what is wrong, soon, and a refusal changes no file.
 
-60 cases of fixed seeds; with GRAMIAN_FULL=1, 10,000 of the run's seed. ``python -m tests.cli.fuzz_judge SEED`` repeats one.
+60 cases of fixed seeds; with GRAMIAN_FULL=1, 2,000 of the run's seed. ``python -m tests.cli.fuzz_judge SEED`` repeats one.
 """
 
 import pytest
@@ -12,7 +12,7 @@ from tests.cli.fuzzed_named import NAMED
 from tests.kit.matrix import FULL
 from tests.kit.seeds import SEED
 
-CASES, PARTS = (10_000, 40) if FULL else (60, 1)
+CASES, PARTS = (2_000, 8) if FULL else (60, 1)
 
 pytestmark = [] if FULL else [pytest.mark.xdist_group("fuzz")]  # who shares the files of the cases
 

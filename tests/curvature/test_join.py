@@ -93,7 +93,7 @@ def test_many_processes_have_the_factors_of_one_with(variant: str, reduce: str, 
     assert_one_equals_many(case, SPLITS[ranks], {"kfac_distributed_reduce": reduce, **options}, **told)
 
 
-@settings(max_examples=60 if FULL else 5)
+@settings(max_examples=20 if FULL else 5)
 @given(data=st.data())
 def test_any_split_has_the_factors_of_one(data: st.DataObject) -> None:
     samples, ranks = data.draw(st.integers(1, 7)), data.draw(st.integers(2, 4))

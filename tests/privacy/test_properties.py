@@ -25,7 +25,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 ROUNDING = {torch.float64: 2.0**-50, torch.float32: 2.0**-21, torch.bfloat16: 2.0**-7}
 """Of the difference of two sums, relative to their size: some units in the last place of each."""
 NAMES = ("mlp", "linear_3d", "tied_gpt", "conv2d", "reused", "padded_embedding", "broadcast", "vit")
-few = settings(max_examples=60 if FULL else 6)
+few = settings(max_examples=20 if FULL else 6)
 
 
 def _vector(found: dict[str, Tensor]) -> Tensor:

@@ -20,7 +20,7 @@ from tests.statistics.problems import Problem, problem
 pytestmark = [pytest.mark.few_proofs, pytest.mark.oracle]
 STORAGES = ("auto", "bookkeeping", "keep", "two_pass")
 USERS = torch.tensor([7, 2, 7, 900, 2, 7])
-few = settings(max_examples=60 if FULL else 5)
+few = settings(max_examples=20 if FULL else 5)
 SHORT = [
     ("mlp", "bookkeeping", "gram"), ("mlp", "two_pass", "direct"), ("linear_3d", "keep", "auto"),
     ("tied_gpt", "auto", "gram"), ("conv2d", "auto", "auto"), ("reused", "two_pass", "gram"),

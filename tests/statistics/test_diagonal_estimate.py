@@ -22,7 +22,7 @@ from tests.statistics.problems import INDEPENDENT_TOKENS, Problem, assert_tensor
 pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs]
 
 SAMPLES = 6
-quick = settings(max_examples=40 if FULL else 5)
+quick = settings(max_examples=15 if FULL else 5)
 
 
 def loop(p: Problem, index: Any = slice(None)) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -35,7 +35,7 @@ NAMES = (
     if FULL
     else ["mlp", "gpt", "tied_gpt", "reused", "padded_embedding", "broadcast", "windows", "convnet", "vit", "hf_llama"]
 )
-quick = settings(max_examples=60 if FULL else 2)
+quick = settings(max_examples=15 if FULL else 2)
 
 
 @st.composite
