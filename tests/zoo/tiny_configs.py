@@ -23,7 +23,8 @@ TASKS = (
 
 HEAD = r".*head_dim|d_kv|.*head_size"
 INNER = r".*ffn_dim|.*intermediate_size|d_ff|d_inner|n_inner|mlp_dim|ffn_hidden_size|feed_forward_size"
-WIDTH = r".*hidden_size|.*_dim|dim|d_model|n_embd|embedding_size|.*embedding_size|d_embed|.*_initial_channel|.*_channels(?<!num_channels)|.*_width"
+WIDTH = r".*hidden_size|.*_dim|dim|d_model|n_embd|embedding_size|.*embedding_size|d_embed"
+CHANNELS = r".*_initial_channel|.*_channels(?<!num_channels)|.*_width"
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Size:
 
     def small(self, option: str, value: int) -> int:
         """What becomes of one option."""
-        if self.scale > 1 and re.fullmatch(f"{HEAD}|{INNER}|{WIDTH}", option):
+        if self.scale > 1 and re.fullmatch(f"{HEAD}|{INNER}|{WIDTH}|{CHANNELS}", option):
             return max(value // self.scale, min(value, 4))
         most = next((most for pattern, most in self.rules() if re.fullmatch(pattern, option)), None)
         return value if most is None else min(value, most)
@@ -64,7 +65,7 @@ class Size:
             (r"qk_head_dim", self.head and 2 * self.head),
             (HEAD, self.head),
             (INNER, self.inner),
-            (WIDTH, self.width),
+            (f"{WIDTH}|{CHANNELS}", self.width),
             (r".*max_position_embeddings|n_positions|n_ctx|max_.*_positions|max_seq.*|seq_length", 64),
             (r".*image_size|input_size", self.image),
             (r".*patch_size", 8),

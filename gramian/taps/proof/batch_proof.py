@@ -179,19 +179,16 @@ class BatchProof:
         """
         failure = None
         for number in left if not prover.open else ():
-            outputs = OutputKinds(self.samples, prover.runs)
             try:
-                prover.prove(lambda found, number=number: {*outputs.choose_all(found)} & {number})  # type: ignore[misc]
+                prover.prove(partial(OutputKinds(self.samples, prover.runs).choose_one, number))
+                failure = None
                 break
             except (Refuted, GramianError) as error:
                 failure = Refuted(str(error), getattr(error, "parameter", ""), getattr(error, "layer", ""))
-        else:
-            if failure is not None:
-                return None, failure
         try:
-            return self._prove_outputs(prover, sums_only), None
-        except Refuted as failure:
-            return None, failure
+            return (None, failure) if failure else (self._prove_outputs(prover, sums_only), None)
+        except Refuted as refuted:
+            return None, refuted
 
     def _prove_outputs(self, prover: Prover, sums_only: bool) -> Proven | None:
         """Prove outputs with rows, then single numbers, then attributes of modules; None if all samples are equal.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from gramian.taps.proof.model_outputs import rows_of
-from gramian.taps.proof.proof_runs import ProofRuns
+from gramian.taps.proof.proof_runs import ProofRuns, Refuted
 from gramian.taps.proof.sample_arguments import SampleArguments
 
 
@@ -34,6 +34,12 @@ class OutputKinds:
         """Sort the outputs by kind and return the indices of those with rows or a single number, except those in `but`."""
         self.choose_rows(outputs)
         return [i for i in (*self.rows, *self.attributes, *self.scalars) if i not in but]
+
+    def choose_one(self, number: int, outputs: list[Tensor]) -> list[int]:
+        """Sort the outputs by kind and return the index `number`; raises Refuted if that output has another shape."""
+        if number not in self.choose_all(outputs):
+            raise Refuted(self.odd.get(number, f"output {number} of the model is not differentiable"))
+        return [number]
 
     def choose_rows(self, outputs: list[Tensor]) -> list[int]:
         """Sort the outputs by kind; returns the indices of those with rows of samples; if none, of the first single number."""
