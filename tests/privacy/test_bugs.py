@@ -1255,7 +1255,7 @@ BUGS = (
     Mutation(
         "truncated draws accounted as whole ones",
         Edit("epsilon:event_of", "if len(run) == 3:", "if True:"),
-        partial(test_truncated.test_epsilon_bounds_the_mechanism_itself_and_that_of_poisson_draws_does_not, 0.5, 1),
+        _uncached(test_truncated.test_epsilon_bounds_the_mechanism_itself_and_that_of_poisson_draws_does_not, 0.5, 1),
     ),
     Mutation(
         "steps of a composed account left out",
