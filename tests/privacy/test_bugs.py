@@ -1255,7 +1255,7 @@ BUGS = (
     Mutation(
         "truncated draws accounted as whole ones",
         Edit("epsilon:event_of", "if len(run) == 3:", "if True:"),
-        partial(test_truncated.test_epsilon_bounds_the_mechanism_itself_and_that_of_poisson_draws_does_not, 0.5, 1),
+        _uncached(test_truncated.test_epsilon_bounds_the_mechanism_itself_and_that_of_poisson_draws_does_not, 0.5, 1),
     ),
     Mutation(
         "steps of a composed account left out",
@@ -1425,12 +1425,12 @@ BUGS = (
     ),
     Mutation(
         "band of another release",
-        Edit("CorrelatedNoise._recur", "(release - lag) % rows", "(release - rows) % rows"),
+        Edit("CorrelatedNoise._next_noise", "(release - lag) % rows", "(release - rows) % rows"),
         _correlated_matrix("bandmf", 4),
     ),
     Mutation(
         "past draws of the wrong sign",
-        Edit("CorrelatedNoise._redraw", "-1.0 if lag == 1 else 1.0", "1.0"),
+        Edit("CorrelatedNoise._add_earlier_draws", "-1.0 if lag == 1 else 1.0", "1.0"),
         _correlated_matrix("bisr", 3),
     ),
     Mutation(

@@ -56,8 +56,8 @@ class ClippingPlanner:
         self._plans: dict[Any, ClippingPlan] = {}
         self._uses: dict[int, list[Any]] = {}
         """{number of a forward: (tap, shapes of its saved inputs, shape of its output) of every use of a layer}."""
-        self._products: dict[int, dict[str, list[Any]]] = {}
-        """{number of a forward: {parameter: [form, rows, bytes of all sides, bytes of the smaller]}} of products in layers."""
+        self._products: dict[int, dict[str, Share]] = {}
+        """{number of a forward: {parameter: share}} of products inside layers."""
         self._number, self._batch = -1, 0
 
     def begin(self, number: int, batch: int) -> None:
@@ -71,13 +71,13 @@ class ClippingPlanner:
         """Record the sizes of one product of a weight inside a layer, with result y; products of one weight are added up."""
         if name not in self._trained or not self._batch:
             return
-        rows, form = y.numel() // max(y.shape[-1 - layout.columns], 1), "sum"
+        rows, form, p = y.numel() // max(y.shape[-1 - layout.columns], 1), "sum", self._trained[name]
         if layout.form == "product":
             form = "grouped" if layout.order == "owners" else "outer"
-        products = self._products.setdefault(self._number, {}).setdefault(name, [form, 0, 0, 0])
         sides = [y.nbytes, *(t.nbytes for t in saved[:1] if layout.form == "product")]
-        for i, more in enumerate((rows, sum(sides), min(sides)), start=1):
-            products[i] += more
+        tokens = -(-rows // self._batch)
+        share = Share(name, form, self._batch, tokens, tuple(p.shape), p.element_size(), sum(sides), min(sides))
+        _join(self._products.setdefault(self._number, {}), share)
 
     def see(self, tap: Any, inputs: list[Tensor], output: Any) -> None:
         """Record the shapes of the inputs and the output of one call of a layer in the present forward."""
@@ -125,10 +125,8 @@ class ClippingPlanner:
         key = (batch, *((tap.name, inputs, made) for tap, inputs, made in uses), str(products))
         if key not in self._plans:
             shares = self._shares(uses, batch)
-            for name, (form, rows, held, scaled) in products.items():
-                p = self._trained[name]
-                own = Share(name, form, batch, -(-rows // batch), tuple(p.shape), p.element_size(), held, scaled)
-                shares[name] = _joined(shares[name], own) if name in shares else own
+            for own in products.values():
+                _join(shares, own)
             self._plans[key] = self._make_plan([*shares.values()])
         return self._plans[key]
 
@@ -151,8 +149,8 @@ class ClippingPlanner:
                     for local, gradient in gradients.items()
                     if local in names
                 }
-            for name, share in found.items():
-                shares[name] = share if name not in shares else _joined(shares[name], share)
+            for share in found.values():
+                _join(shares, share)
         return shares
 
     def _explicit(self, name: str, batch: int) -> Share:
@@ -195,6 +193,12 @@ def share_of(name: str, gradient: PerSampleGradient) -> Share:
     if isinstance(gradient, Convolved):
         form = "parts"
     return Share(name, form, gradient.batch, gradient.tokens, gradient.shape, itemsize, held)
+
+
+def _join(shares: dict[str, Share], share: Share) -> None:
+    """Add the share of one use of a parameter in a forward to that of its other uses."""
+    earlier = shares.get(share.parameter)
+    shares[share.parameter] = share if earlier is None else _joined(earlier, share)
 
 
 def _joined(one: Share, other: Share) -> Share:

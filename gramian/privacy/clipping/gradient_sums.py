@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gramian.core.deferred_read import read_later
 from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
 from gramian.linalg.wide import wide
@@ -21,7 +22,6 @@ from gramian.parallel.data_parallel import as_sharded, local, local_box, reduce_
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.privacy.audit.change_detection import ChangeDetector
-from gramian.privacy.clipping.deferred_read import read_later
 from gramian.privacy.clipping.loss_scaling import Scaling
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.privacy.metric.public_metric import PublicMetric

@@ -11,12 +11,12 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from gramian.core.deferred_read import read_later
 from gramian.kernels.launch import layout
 from gramian.kernels.sums.weighted_sum import row_squares
 from gramian.privacy.clipping.clip_factors import ClippedBatch
 from gramian.privacy.clipping.clipping_plan import ClippingRow
 from gramian.privacy.clipping.clipping_work import ClippingWork, DoubtfulNorms
-from gramian.privacy.clipping.deferred_read import read_later
 from gramian.privacy.metric.metric_block import MetricBlock
 from gramian.taps.gradients import ExplicitGradient, GroupedOuter, Joined, Outer, PerSampleGradient
 from gramian.taps.gradients.outer import gram_of

@@ -65,12 +65,18 @@ class CorrelatedNoise:
         Arguments as of `NoisePlan.add_noise_to`; releases must come in order. Sums in float32 and float64 are written to. Cost
         for "bandmf": one draw of noise, and b - 1 passes over buffers; for "bisr": b draws.
         """
-        totals = [wide(total.detach()) for total in sums]
+        totals, c = [wide(total.detach()) for total in sums], self.strategy.coefficients
         pasts = [self._of(place, total, release) for place, total in zip(places, totals, strict=True)]
         if self.strategy.name == "bisr":
-            self._redraw(targets, totals, places, std, release, factor, pasts)
+            self._add_earlier_draws(totals, places, std, release, pasts)
+            self._plan.add_noise_to(targets, totals, places, std, release, factor)
+        elif not self._rows:
+            self._plan.add_noise_to(targets, totals, places, std * (1 / c[0]), release, factor)
         else:
-            self._recur(targets, totals, places, std, release, factor, pasts)
+            scaled = torch._foreach_mul(self._next_noise(places, release, pasts), std)
+            torch._foreach_add_(scaled, [total.view(-1) for total in totals])
+            torch._foreach_mul_(scaled, factor)
+            torch._foreach_copy_([target.detach().view(-1) for target in targets], scaled)
         for past in pasts:
             past.next = release + 1
 
@@ -81,17 +87,10 @@ class CorrelatedNoise:
             self._past[key] = _Past(release, release, total.new_empty(self._rows, total.numel()))
         return self._past[key]
 
-    def _redraw(
-        self,
-        targets: Sequence[Tensor],
-        totals: list[Tensor],
-        places: Sequence[Place],
-        std: float | Tensor,
-        release: int,
-        factor: float,
-        pasts: list[_Past],
+    def _add_earlier_draws(
+        self, totals: list[Tensor], places: Sequence[Place], std: float | Tensor, release: int, pasts: list[_Past]
     ) -> None:
-        """The sums plus Σ_i d_i z_{t-i}. All d_i but d_0 = 1 are negative: -(Σ_i |d_i| z_{t-i} - sum) with noise of std ≥ 0."""
+        """Add Σ_{i≥1} d_i z_{t-i}, all of whose d_i are negative: -(Σ_i |d_i| z_{t-i} - sum), with noise of std ≥ 0."""
         for total, past in zip(totals, pasts, strict=True):
             if release > past.first and self.strategy.bands > 1:
                 total.neg_()
@@ -101,23 +100,10 @@ class CorrelatedNoise:
                 chosen, scale = [totals[i] for i in some], std * -self.strategy.coefficients[lag]
                 sign = -1.0 if lag == 1 else 1.0
                 self._plan.add_noise_to(chosen, chosen, [places[i] for i in some], scale, release - lag, sign)
-        self._plan.add_noise_to(targets, totals, places, std, release, factor)
 
-    def _recur(
-        self,
-        targets: Sequence[Tensor],
-        totals: list[Tensor],
-        places: Sequence[Place],
-        std: float | Tensor,
-        release: int,
-        factor: float,
-        pasts: list[_Past],
-    ) -> None:
-        """The sums plus y_t, which takes the place of the oldest y in the buffers."""
+    def _next_noise(self, places: Sequence[Place], release: int, pasts: list[_Past]) -> list[Tensor]:
+        """y_t of standard deviation 1 for each tensor, flat, in the place of the oldest y in its buffers."""
         c, rows = self.strategy.coefficients, self._rows
-        if not rows:
-            self._plan.add_noise_to(targets, totals, places, std * (1 / c[0]), release, factor)
-            return
         ages = [release - past.first for past in pasts]
         noise = [past.buffers[release % rows] for past in pasts]
         for y_N, age in zip(noise, ages, strict=True):
@@ -130,10 +116,7 @@ class CorrelatedNoise:
                 earlier = [pasts[i].buffers[(release - lag) % rows] for i in some]
                 torch._foreach_add_([noise[i] for i in some], earlier, alpha=-c[lag] / c[0])
         self._plan.add_noise_to(noise, noise, places, 1 / c[0], release)
-        scaled = torch._foreach_mul(noise, std)
-        torch._foreach_add_(scaled, [total.view(-1) for total in totals])
-        torch._foreach_mul_(scaled, factor)
-        torch._foreach_copy_([target.detach().view(-1) for target in targets], scaled)
+        return noise
 
     def numbers(self) -> list[tuple[int, int]]:
         """(first, next) of all tensors with a release, in the order in which they began: the same on every process."""

@@ -143,13 +143,13 @@ class ReleaseCounter:
             GramianError: if the file is missing although it must exist, is damaged, or cannot be written.
         """
         path = Path(path)
-        recorded = _read_mark(path)
-        if recorded is None and must_exist:
+        recorded, about = _read_mark(path)
+        if recorded < 0 and must_exist:
             raise GramianError(f"{path}: no such file; expected the release counter that lies beside the checkpoint")
-        mark = max(self._spent, recorded or 0)
-        if recorded is not None and recorded >= self._spent:
-            self.about = _read_about(path)
-        if recorded is None or mark > recorded:
+        mark = max(self._spent, recorded)
+        if recorded >= self._spent:
+            self.about = about
+        if mark > recorded:
             _write_mark(path, mark, self.about)
         self._path, self._spent, self._next, self._reserved = path, mark, max(self._next, mark), 0
 
@@ -167,7 +167,7 @@ class ReleaseCounter:
             GramianError: if the file cannot be written, or another process has counted in it.
         """
         if self._path is not None and self._next + 1 > self._spent:
-            if (_read_mark(self._path) or 0) > max(self._spent, self._reserved):
+            if _read_mark(self._path)[0] > max(self._spent, self._reserved):
                 raise GramianError(
                     f"{self._path}: another process has begun releases of this run; expected one process at a time"
                 )
@@ -202,7 +202,7 @@ class ReleaseCounter:
         """
         if released < 0:
             raise GramianError(f"released: {released}; expected at least 0")
-        recorded = 0 if self._path is None else _read_mark(self._path) or 0
+        recorded = 0 if self._path is None else _read_mark(self._path)[0]
         mark = max(self._spent, spent, released, recorded)
         if self._path is not None and mark > recorded:
             _write_mark(self._path, mark, self.about)
@@ -271,26 +271,25 @@ def load_private(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> 
     return state
 
 
-def _read_mark(path: Path) -> int | None:
-    """Number of releases begun in a counter file; None if there is no file. A damaged file raises a `GramianError`."""
+def _read_mark(path: Path) -> tuple[int, Any]:
+    """Number of releases begun in a counter file, −1 if there is no file; and the accounting state in it.
+
+    A damaged file raises a `GramianError`.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        return None
+        return -1, None
     except (OSError, UnicodeDecodeError) as reason:
         raise GramianError(f"{path}: not readable ({reason}); expected a release counter") from None
     try:
-        mark = json.loads(text)["begun"]
+        content = json.loads(text)
+        mark, about = content["begun"], content.get("about")
     except (ValueError, KeyError, TypeError):
-        mark = None
+        mark, about = None, None
     if not is_count(mark):
         raise GramianError(f'{path}: damaged; expected {{"begun": number}}, the releases begun so far')
-    return mark
-
-
-def _read_about(path: Path) -> Any:
-    """The accounting state in a counter file, which `_read_mark` has checked."""
-    return json.loads(path.read_text(encoding="utf-8")).get("about")
+    return mark, about
 
 
 def _write_mark(path: Path, mark: int, about: Any = None) -> None:

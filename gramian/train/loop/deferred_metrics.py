@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from gramian.privacy.clipping.deferred_read import read_later
+from gramian.core.deferred_read import read_later
 
 
 @dataclass(frozen=True)
