@@ -267,6 +267,7 @@ class Audit:
                 continue
             (magnitude, dtype, terms), got = self._rounding[name], wide(arrived).to(total.dtype)
             magnitude = magnitude if self._tensor_parallel is None else self._tensor_parallel.sum(magnitude)
+            dtype = max(dtype, arrived.dtype, key=lambda one: torch.finfo(one).eps)  # of a product in float32, rounded for p
             info = torch.finfo(dtype)
             below_normal = info.smallest_normal * got.numel() ** 0.5  # where numbers lie evenly, eps of it apart
             rounding = info.eps * (magnitude + below_normal)

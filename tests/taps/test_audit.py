@@ -300,6 +300,23 @@ def test_rounding_is_no_mistake_when_a_gradient_cancels() -> None:
     _step(model, lambda model: (model(x_BTI.mean(1, keepdim=True).expand(-1, 32, -1)) * g_BTO).sum())
 
 
+@BOTH
+def test_a_product_in_float32_whose_gradient_is_rounded_for_its_weight_is_no_mistake(proof: str) -> None:
+    """Routers of mixtures of experts: a bfloat16 weight, and logits in float32."""
+
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 40, dtype=torch.bfloat16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x.float(), self.weight.float())
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(40, 40), Router()).bfloat16(), torch.randn(5, 40).bfloat16()
+    _step(model, lambda net: net(x).tanh().sum(), proof=proof)
+
+
 def test_numbers_below_the_normal_ones_are_no_mistake() -> None:
     """Autograd rounds them to multiples of 6e-8 in float16."""
     for seed in range(8):
