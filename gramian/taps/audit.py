@@ -36,10 +36,16 @@ PROJECTED = 8
 """Largest allowed root-mean-square difference of projected gradients, as a multiple of the expected rounding error."""
 AMPLIFIED = 1e-11
 """Rounding error of one parameter's gradient, relative to the norm of all gradients, that is always allowed. In float64 it is
-more than 64 ε, because layers amplify rounding (the backward of a layer norm divides it by the deviation of its input)."""
+more than 64 ε, because layers amplify rounding (the backward of a layer norm divides it by the deviation of its input). In half
+precision it is ε²: gradients that are zero but for rounding (of a bias before a softmax) are not computed alike twice."""
 TURNS = 16
 """Once its entire gradient was compared, a parameter is compared in one of this many backwards, by projections."""
 TINY = torch.finfo(torch.float32).tiny
+
+
+def amplified(eps: float) -> float:
+    """`AMPLIFIED`, or ε² in half precision."""
+    return max(AMPLIFIED, eps**2)
 
 
 @dataclass
@@ -100,9 +106,10 @@ class Projections:
             one + (one if name in self._sequential else accumulator) * max(1, count)
             for name, one, count in zip(names, eps, counts, strict=True)
         ]
-        rates = torch.tensor([eps, off], dtype=torch.float64).to(norms_P.device, non_blocking=True)
+        floors = [amplified(one) for one in eps]
+        rates = torch.tensor([eps, off, floors], dtype=torch.float64).to(norms_P.device, non_blocking=True)
         allowed_P = PROJECTED * (rates[0] * norms_P + rates[1] * sizes_P)
-        allowed_P = allowed_P + AMPLIFIED * norms_P.nan_to_num(0.0, posinf=0.0).norm()
+        allowed_P = allowed_P + rates[2] * norms_P.nan_to_num(0.0, posinf=0.0).norm()
         excess_P = (arrived_PK - explained_PK).square().mean(1).sqrt() - allowed_P
         for name, excess in zip(names, excess_P.tolist(), strict=True):
             if excess > TINY:  # False where something is not finite, which cannot be compared
@@ -250,7 +257,7 @@ class Audit:
             raise GramianError(f"{name}: got a gradient in this backward that the taps do not explain; {_ADVICE}")
         compared: set[str] = set()
         norms = [float(wide(full_tensor(arrived)).norm()) for arrived in self._arrived.values()]
-        floor = AMPLIFIED * math.hypot(*filter(math.isfinite, norms))
+        whole = math.hypot(*filter(math.isfinite, norms))
         for name in self._names:
             arrived, total = self._arrived.get(name), self._totals.get(name)
             if arrived is None:
@@ -267,7 +274,9 @@ class Audit:
                 continue
             (magnitude, dtype, terms), got = self._rounding[name], wide(arrived).to(total.dtype)
             magnitude = magnitude if self._tensor_parallel is None else self._tensor_parallel.sum(magnitude)
-            dtype = max(dtype, arrived.dtype, key=lambda one: torch.finfo(one).eps)  # of a product in float32, rounded for p
+            dtype = max(
+                dtype, arrived.dtype, key=lambda one: torch.finfo(one).eps
+            )  # of a product in float32, rounded for p
             info = torch.finfo(dtype)
             below_normal = info.smallest_normal * got.numel() ** 0.5  # where numbers lie evenly, eps of it apart
             rounding = info.eps * (magnitude + below_normal)
@@ -276,7 +285,7 @@ class Audit:
                 if dtype != torch.float32
                 else max(AGREES[dtype], 4 * self._projections.rounding_on(got.device))
             )
-            allowed = agrees * got.norm() + 8 * rounding + floor
+            allowed = agrees * got.norm() + 8 * rounding + amplified(info.eps) * whole
             if terms:
                 allowed = allowed + min(1.0, info.eps * terms) * magnitude
             error = (got - total).norm()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gramian.core.errors import GramianError
 from gramian.linalg.wide import exact_products, wide
-from gramian.taps.audit import AGREES, AMPLIFIED
+from gramian.taps.audit import AGREES, amplified
 from gramian.taps.gradients import PerSampleGradient, join
 from gramian.taps.gradients.ragged import regrouped
 from gramian.taps.records import LayerRecord, ParameterRecord, PassInfo
@@ -289,11 +289,12 @@ class PassBook:
                 leaf.grad = None
         explained, pass_.explained = pass_.explained, {}
         norms = torch.stack([wide(got).norm() for got in arrived.values()]) if arrived else torch.zeros(1)
-        floor = AMPLIFIED * norms.nan_to_num(0.0, posinf=0.0).norm()
+        whole = norms.nan_to_num(0.0, posinf=0.0).norm()
         for name, got in arrived.items():
             own = explained.get(name, Explained(torch.zeros_like(wide(got)), wide(got).new_zeros(()), got.dtype))
             dtype = min(got.dtype, own.dtype, key=lambda dtype: dtype.itemsize)
-            allowed = AGREES[dtype] * wide(got).norm() + 8 * torch.finfo(dtype).eps * own.magnitude + floor
+            eps = torch.finfo(dtype).eps
+            allowed = AGREES[dtype] * wide(got).norm() + 8 * eps * own.magnitude + amplified(eps) * whole
             if bool(got.isfinite().all()) and not bool((wide(got) - own.total).norm() <= allowed):
                 raise GramianError(
                     f"{name}: gets a gradient past what its layer returns (an auxiliary loss kept on the module, a list, a "
