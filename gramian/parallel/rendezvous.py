@@ -19,8 +19,9 @@ _numbers: dict[str, int] = {}
 """{name of a process group: the last number that `next_number` returned for it}."""
 PATIENCE = timedelta(minutes=30)
 ALL_HERE = "all here"
-PLACES, BITS = ("work", "a forward", "the end of a backward", "an optimizer step"), 15
-"""Where processes meet, and the bits of a counter for each, which allow for 32767 processes."""
+ONCE, TWICE = "a backward", "a backward that runs twice"
+PLACES, BITS = ("a forward", ONCE, TWICE, "the end of a backward", "an optimizer step"), 12
+"""Where processes of a model meet, and the bits of a counter for each, which allow for 4095 processes."""
 
 
 def next_number(group: Any) -> int:
@@ -62,7 +63,8 @@ class Rendezvous:
             place: one of `PLACES`, where this process is; the counter has `BITS` bits for each of them.
 
         Returns:
-            "" if all joined at one place, else "process R: reason" of the first that declined, or how many are at which place.
+            "" if all are at one place, `TWICE` if at `ONCE` and `TWICE`, else "process R: reason" of the one that declined,
+            or how many are at which place.
 
         Raises:
             GramianError: if the other ranks do not join within `patience`.
@@ -74,7 +76,7 @@ class Rendezvous:
             apart = (
                 f"step: processes are {places}; expected as many forwards, backwards and steps of each, samples or none"
             )
-            message = ALL_HERE if len(here) == 1 else apart
+            message = ALL_HERE if len(here) == 1 else TWICE if here.keys() == {ONCE, TWICE} else apart
             store.set("word", message)
             if before is not None:
                 before._forget()

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from gramian.core.errors import GramianError
 from gramian.parallel.process_grid import ONE_PROCESS, ProcessGrid
-from gramian.parallel.rendezvous import Rendezvous, next_number
+from gramian.parallel.rendezvous import TWICE, Rendezvous, next_number
 
 
 class RefusedElsewhere(GramianError):
@@ -61,8 +61,11 @@ class SharedRefusals:
             self._tell(error)
         return self.in_backward
 
-    def meet(self, place: str) -> None:
+    def meet(self, place: str) -> bool:
         """Wait until all processes are at this place, or one has refused something. One rendezvous; nothing with one process.
+
+        Returns:
+            True if any of them is at `TWICE`, because what it saves in one backward would not fit.
 
         Raises:
             GramianError: on all of them if one refused something (its own error there, and "process R: reason" elsewhere), or
@@ -75,10 +78,18 @@ class SharedRefusals:
         if self._grid.size > 1:
             meeting, before = self._next(), self._before
             self._before = meeting
-            if reason := meeting.wait_for_all(before, place):
+            reason = meeting.wait_for_all(before, place)
+            if reason and reason != TWICE:
                 error = RefusedElsewhere(reason)
                 self._told = weakref.ref(error)
                 raise error
+            place = reason or place
+        return place == TWICE
+
+    def most(self, value: float) -> float:
+        """The largest of all processes' values, which they bring to an optimizer step. One rendezvous and one all-reduce."""
+        self.meet("an optimizer step")
+        return self._grid.most(value)
 
     def _tell(self, error: GramianError) -> None:
         if self._grid.size > 1 and error is not self._told():

@@ -200,10 +200,12 @@ class PrivateStep:
     def _account_for_backwards(self) -> None:
         """Without Poisson sampling, multiply the sample rate of a step by the number of batches that were summed in it.
 
+        Of processes with different numbers, the largest counts.
+
         Raises:
             GramianError: with the accountant "gdp", if the rate differs from that of earlier steps.
         """
-        rate = min(1.0, self._rate.sample_rate * max(1, self.progress.passes_since_step))
+        rate = min(1.0, self._rate.sample_rate * self._refusals.most(max(1, self.progress.passes_since_step)))
         accounting = self._ledger.accounting
         if accounting.mechanism == "gdp" and self._ledger.counter.spent and accounting.history[-1][1] != rate:
             raise GramianError(

@@ -110,6 +110,22 @@ def test_backwards_before_a_step_add_up(rank: int, way: str, name: str) -> None:
     private.engine.detach()
 
 
+@distributed(world_size=2)
+def test_processes_with_different_numbers_of_backwards_account_for_the_largest(rank: int) -> None:
+    p = problem("mlp", 6)
+    private = bodies.make_private(
+        p, wrap("ddp", p.model()), noise_multiplier=1.0, batch_size=1, expected_batch=None, max_grad_norm=1.0
+    )
+    for row in range(1 + rank):
+        private.backward(slice(row, row + 1))
+    private.optimizer.step()
+    alone = gramian.PrivacyEngine("rdp")
+    alone._ledger.accounting.record(1.0, 2 * private.engine.sample_rate)
+    alone._ledger.accounting.set_steps(1)
+    assert private.engine.get_epsilon(1e-5) == alone.get_epsilon(1e-5)
+    private.engine.detach()
+
+
 @pytest.mark.parametrize("way, fused", [("ddp", False), ("ddp", True), ("fsdp2", False)])  # no fused SGD for DTensor
 @distributed(world_size=2)
 def test_a_scaled_loss(rank: int, way: str, fused: bool) -> None:

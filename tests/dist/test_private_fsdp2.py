@@ -432,3 +432,17 @@ def test_processes_meet_in_the_group_that_the_model_is_sharded_over_not_in_that_
     private.engine.detach()
     dist.barrier()
     dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("budget", [500, 1500])
+@distributed(world_size=2)
+def test_all_take_two_passes_if_one_process_must(rank: int, budget: int) -> None:
+    """Each backward gathers weights from all; the plan of a small batch fits into one."""
+    p, rows = problem("mlp", 7), mine(rank, (6, 1))
+    private = bodies.make_private(p, wrap("fsdp2", p.model()), memory_budget=budget)
+    private.backward(rows, by_engine=True)
+    assert private.engine._model is not None and private.engine._model.clipping.plan is not None
+    assert private.engine._model.clipping.plan.two_pass == (rank == 0 or budget == 500)
+    private.optimizer.step()
+    bodies.assert_moved(private.model, p, bodies.clipped_sum(p, bodies.limit_of(p)))
+    private.engine.detach()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gramian.core.errors import GramianError
+from gramian.parallel.rendezvous import ONCE, TWICE
 from gramian.privacy.clipping.clip_factors import SLACK, ClipFunction, ClippedBatch
 from gramian.privacy.clipping.clipping_plan import ClippingPlan, ClippingRow
 from gramian.privacy.clipping.clipping_planner import REMEMBERED, ClippingPlanner, share_of
@@ -96,11 +97,14 @@ class Clipping:
         `torch.autograd.grad`."""
 
     def backward(self, loss: Tensor) -> None:
-        """Run `loss.backward()`; as two backwards if the clipping plan says that nothing may be stored."""
+        """Run `loss.backward()`; as two backwards if the clipping plan says that nothing may be stored, on any process."""
         plan = self.planner.newest()
+        twice = plan is not None and plan.two_pass
+        if self._hub.refusals.in_backward:
+            twice = self._hub.refusals.meet(TWICE if twice else ONCE)
         self._allows_two_passes = True
         try:
-            if plan is None or not plan.two_pass:
+            if not twice:
                 loss.backward()
                 return
             self.another_backward_follows = True
