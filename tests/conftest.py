@@ -2,13 +2,14 @@
 
 import functools
 import gc
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
 
 from tests.kit import proofs, seeds
 from tests.kit.matrix import FULL, thinned
+from tests.kit.whole_roots import never_the_root
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -72,6 +73,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture
-def without_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No layer is tapped as one: what the taps of single layers do not explain is refused."""
-    monkeypatch.setattr("gramian.taps.proof.remedies.layer_assumptions.take_whole", lambda root, name: False)
+def root_not_taken() -> Iterator[None]:
+    """No model is tapped as one layer itself, which would be exact whatever the taps of its layers count."""
+    with never_the_root():
+        yield

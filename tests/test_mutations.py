@@ -21,6 +21,7 @@ from tests.dist import bodies
 from tests.kit.matrix import FULL, sample
 from tests.kit.mutations import RED, Edit, Mutation, Swap, package_identity, turns_red
 from tests.kit.processes import run_on_ranks
+from tests.kit.whole_roots import never_the_root
 from tests.privacy import test_padding_alone
 from tests.statistics import (
     test_diagonal_estimate,
@@ -715,11 +716,13 @@ each_on_ranks = pytest.mark.parametrize("name", [m.name for m in MUTATIONS if m.
 
 
 @each
+@never_the_root()
 def test_a_deliberate_bug_turns_its_test_red(mutation: Mutation) -> None:
     seen: Any = (gramian.GramianError, mutation.refused) if mutation.refused else (RED, None)
     turns_red(mutation, seen[0], seen[1])
 
 
+@never_the_root()
 def _is_red(rank: int, world_size: int, name: str, applied: bool) -> bool:
     """True if the check fails on this rank. Both ranks fail in the same place, so that none is left waiting."""
     mutation = BY_NAME[name]

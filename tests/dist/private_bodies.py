@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from tests.kit.matrix import FULL
 from tests.kit.private import add_noise
 from tests.kit.processes import run_on_ranks
 from tests.kit.refusals import refusal
+from tests.kit.whole_roots import never_the_root
 from tests.statistics.problems import Problem, assert_tensors, problem
 
 SEED = 7
@@ -455,7 +455,7 @@ def private_squares(model: nn.Module, **options: Any) -> tuple[gramian.PrivacyEn
     return engine, optimizer
 
 
-@patch("gramian.taps.proof.remedies.layer_assumptions.take_whole", lambda root, name: False)
+@never_the_root()
 def a_bypass_is_named(rank: int, model: nn.Module, name: str) -> None:
     """A gradient past the tap raises and names the parameter, and nothing reaches p.grad; on every step."""
     engine, _ = private_squares(model)
@@ -471,7 +471,7 @@ BYPASSED = r"^second\.weight: (the taps explain|got a gradient(, but none throug
 """By the proof, which runs again where a flag of the model has changed, or by the rule where a cell has no proof."""
 
 
-@patch("gramian.taps.proof.remedies.layer_assumptions.take_whole", lambda root, name: False)
+@never_the_root()
 def a_bypass_later_on(rank: int, way: str, audited: bool, inside: bool) -> None:
     """Two clean steps, or a capture that audited the model, do not make a later bypass pass."""
     bare = Bypassing(inside, outside=False)

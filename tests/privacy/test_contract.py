@@ -294,7 +294,7 @@ def _bypassed() -> tuple[nn.Module, Tensor, dict[str, bool]]:
     return Model().double(), torch.randint(11, (4, 5)), bypasses
 
 
-@pytest.mark.usefixtures("without_remedies")
+@pytest.mark.usefixtures("root_not_taken")
 @pytest.mark.parametrize("clipping", ["auto", "bookkeeping", "keep", "two_pass"])
 def test_a_weight_used_past_its_layer_is_an_error_that_names_it_on_every_step(clipping: str) -> None:
     model, ids, bypasses = _bypassed()
@@ -314,7 +314,7 @@ def test_a_weight_used_past_its_layer_is_an_error_that_names_it_on_every_step(cl
             assert all(torch.equal(g, kept[key]) for key, g in run.gradients().items())
 
 
-@pytest.mark.usefixtures("without_remedies")
+@pytest.mark.usefixtures("root_not_taken")
 @pytest.mark.slow
 def test_a_weight_used_past_its_layer_is_found_in_a_compiled_graph() -> None:
     model, ids, bypasses = _bypassed()
@@ -333,7 +333,7 @@ def test_a_weight_used_past_its_layer_is_found_in_a_compiled_graph() -> None:
             assert all(torch.equal(g, kept[key]) for key, g in run.gradients().items())
 
 
-@pytest.mark.usefixtures("without_remedies")
+@pytest.mark.usefixtures("root_not_taken")
 def test_earlier_gradients_survive_a_refused_backward() -> None:
     model, ids, bypasses = _bypassed()
     with private(model, 1.0):

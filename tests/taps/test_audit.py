@@ -21,7 +21,7 @@ from tests.kit.toys import Toy
 from tests.statistics.problems import assert_norms, problem
 
 MATRIX = [(name, dtype) for name in CASES for dtype in (torch.float64, torch.float32, torch.bfloat16)]
-pytestmark = pytest.mark.usefixtures("without_remedies")
+pytestmark = pytest.mark.usefixtures("root_not_taken")
 BOTH = pytest.mark.parametrize("proof", ["off", "auto"])
 """By the audit alone, and with the proof, which looks at the same sums before it."""
 

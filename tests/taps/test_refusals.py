@@ -297,7 +297,7 @@ class UsedOutside(nn.Module):
         return h + 0.1 * self.mix.bias
 
 
-@pytest.mark.usefixtures("without_remedies")
+@pytest.mark.usefixtures("root_not_taken")
 @pytest.mark.parametrize("use, name", [("linear", "emb.weight"), ("matmul", "mix.weight"), ("bias", "mix.bias")])
 def test_a_weight_used_outside_its_layer_is_noticed_and_named(use: str, name: str) -> None:
     for dtype in (torch.float32, torch.float64):
@@ -307,7 +307,7 @@ def test_a_weight_used_outside_its_layer_is_noticed_and_named(use: str, name: st
             model(torch.randint(7, (4, 5))).square().sum().backward()
 
 
-@pytest.mark.usefixtures("without_remedies")
+@pytest.mark.usefixtures("root_not_taken")
 def test_a_weight_used_only_outside_its_layer_is_noticed_and_named() -> None:
     model = Toy(
         lambda net, x: net.used(F.linear(x, net.spare.weight, net.spare.bias)),

@@ -112,7 +112,7 @@ class Branches(nn.Module):
         return nn.functional.linear(h, self.b.weight) if self.late else h
 
 
-@pytest.mark.usefixtures("without_remedies")
+@pytest.mark.usefixtures("root_not_taken")
 def test_a_weight_that_the_first_batch_did_not_use_is_audited_when_it_is_used() -> None:
     model, x = Branches(), torch.randn(4, 3)
     with gramian.per_sample_norms(model):

@@ -349,7 +349,7 @@ def test_only_as_much_noise_is_allowed_as_there_is_and_never_half_a_gradient() -
     assert differs(twice, 0.1) and differs(twice, 10.0)
 
 
-@pytest.mark.usefixtures("without_remedies")
+@pytest.mark.usefixtures("root_not_taken")
 @pytest.mark.parametrize("uses, dtype", [(2, torch.bfloat16), (3, torch.bfloat16), (1, torch.float32)])
 def test_a_use_that_no_tap_sees_is_found_whatever_a_backward_rounds(uses: int, dtype: torch.dtype) -> None:
     """In float32 even a first layer's gradient that is off by ten percent is not rounding."""

@@ -152,7 +152,7 @@ def test_a_backward_that_fails_is_a_finding_and_a_sample_that_does_not_run_alone
     assert verdicts(report)["private sum"] == "not examined"
 
 
-@pytest.mark.usefixtures("without_remedies")
+@pytest.mark.usefixtures("root_not_taken")
 def test_a_refusal_of_the_taps_is_a_finding() -> None:
     model = Own()
     model.between = lambda h: F.linear(h, model.inner.weight).square()  # used outside its layer
