@@ -13,7 +13,6 @@ right-hand side is below 1 − confidence is refuted.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,12 +23,13 @@ STEPS, MOST = (0.2, 0.01), 30.0
 
 def guessing_p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
     """Largest probability of `right` or more right guesses if training is (ε, δ)-private: the formula above. Cost: O(right)."""
-    binomial: Any = _binomial()
+    from scipy.stats import binom
+
     bias = 1 / (1 + np.exp(-epsilon))
-    above = float(binomial.sf(right - 1, guesses, bias))
+    above = float(binom.sf(right - 1, guesses, bias))
     if right == 0:
         return min(1.0, above)
-    below_V = np.cumsum(binomial.pmf(np.arange(right - 1, -1, -1), guesses, bias))  # f(v − i) − f(v), i = 1 … v
+    below_V = np.cumsum(binom.pmf(np.arange(right - 1, -1, -1), guesses, bias))  # f(v − i) − f(v), i = 1 … v
     given_away = float((below_V / np.arange(1, right + 1)).max())
     return min(1.0, above + 2 * canaries * delta * given_away)
 
@@ -66,9 +66,3 @@ def best_lower_bound(
         bound = epsilon_lower_bound(count, 2 * k, right, delta, significance / len(shares))
         found.append((bound, 2 * k, right))
     return max(found)
-
-
-def _binomial() -> Any:
-    from scipy.stats import binom
-
-    return binom
