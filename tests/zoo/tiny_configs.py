@@ -74,6 +74,7 @@ class Size:
             (r"n_group|topk_group|.*expert_groups?", 1),
             (r".*lora_rank", 8),
             (r".*state_size|.*d_state", 4),
+            (r"chunk_size|mamba_chunk_size", 8),
             (r".*num_mel_bins|feature_size", 16),
             (r"num_labels", 3),
         ]

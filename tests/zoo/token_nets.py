@@ -210,6 +210,18 @@ class Grid(nn.Module):
         return x.mT.unflatten(2, (SIDE, SIDE))
 
 
+class TiedAutoencoder(nn.Module):
+    """Decodes with the encoder's weight, past its layer, in the model's own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.shift = nn.Linear(3 * 16 * 16, 5), nn.Parameter(torch.zeros(3 * 16 * 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 3, 16, 16] to [B, 768]."""
+        return F.linear(self.encode(x.flatten(1)).tanh(), self.encode.weight.T, self.shift)
+
+
 NETS = {
     "ViT": lambda: Pooled(_block(Attention()), _block(Attention()), class_token=True),
     "ViT nn.MultiheadAttention": lambda: Pooled(
@@ -228,6 +240,7 @@ NETS = {
     "GFNet": lambda: Pooled(_block(Fourier())),
     "DETR": Queries,
     "two towers": Described,
+    "tied autoencoder": TiedAutoencoder,
     "LSTM": lambda: Recurrent(nn.LSTM),
     "GRU": lambda: Recurrent(nn.GRU),
 }
