@@ -93,7 +93,7 @@ def epsilon_of(mechanism: str, history: History, delta: float) -> float:
             )
             return bound
     compute = {"prv": _prv, "pld": _pld, "rdp": _rdp, "gdp": _gdp}[mechanism]
-    value = _quietly(mechanism, f"delta {delta}", "another delta, or rdp", lambda: compute(history, left))
+    value = _quietly(mechanism, delta, lambda: compute(history, left))
     return max(0.0, value)  # a δ near 1 would make it negative
 
 
@@ -227,14 +227,14 @@ def correlated_tails(run: tuple[float, float, int, str, int, int]) -> float:
     return steps * tail_delta(sigma / sensitivity_of_roots(bands, groups, steps)[1])
 
 
-def _quietly(mechanism: str, what: str, instead: str, compute: Callable[[], float]) -> float:
+def _quietly(mechanism: str, delta: float, compute: Callable[[], float]) -> float:
     """The number that `compute()` gets from a library, without its warnings.
 
     The warnings of the import concern other parts of Opacus, that of the RDP orders says that the bound could be tighter, and
     that of GDP is given once, by `Accounting`.
 
     Raises:
-        GramianError: if the library is missing, fails, or returns no finite number; the line names `what` and `instead`.
+        GramianError: if the library is missing, fails, or returns no finite number at `delta`.
     """
     try:
         with warnings.catch_warnings():
@@ -245,7 +245,9 @@ def _quietly(mechanism: str, what: str, instead: str, compute: Callable[[], floa
         raise GramianError(f"accountant: {reason}; expected {package} installed") from None
     except (ArithmeticError, ValueError, RuntimeError, MemoryError) as reason:
         first = (str(reason).strip() or type(reason).__name__).splitlines()[0].rstrip(".")
-        raise GramianError(f"accountant: {mechanism} has no answer for {what} ({first}); expected {instead}") from None
+        raise GramianError(
+            f"accountant: {mechanism} has no answer for delta {delta} ({first}); expected another delta, or rdp"
+        ) from None
     if not math.isfinite(value):
-        raise GramianError(f"accountant: {mechanism} gives {value} for {what}; expected {instead}")
+        raise GramianError(f"accountant: {mechanism} gives {value} for delta {delta}; expected another delta, or rdp")
     return value

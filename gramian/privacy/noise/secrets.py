@@ -250,8 +250,8 @@ def save_private(path: str | os.PathLike[str], state: Any) -> None:
         torch.save(state, file)
 
 
-def load_private(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> Any:
-    """Read a file of `save_private`, without running code from it; warns if other users can read the file.
+def load_private(path: str | os.PathLike[str]) -> Any:
+    """Read a file of `save_private` into host memory, without running code from it; warns if other users can read the file.
 
     Raises:
         GramianError: if the file is missing or cannot be read.
@@ -260,7 +260,7 @@ def load_private(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> 
     try:
         with path.open("rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            state = torch.load(file, map_location=map_location, weights_only=True)
+            state = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as reason:
         raise GramianError(f"{path}: {reason.strerror}; expected a file written by save_private") from None
     except Exception as reason:  # a damaged file may raise anything
