@@ -4,6 +4,7 @@
 are installed while any listener is attached. The row proof checks that rows are attributed to the right samples.
 """
 
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ _hub_of: weakref.WeakKeyDictionary[nn.Module, "Hub"] = weakref.WeakKeyDictionary
 """Hubs of models without taps; such a hub refers to nothing of its model."""
 _tapped_hub_of: weakref.WeakKeyDictionary[nn.Module, "weakref.ref[Hub]"] = weakref.WeakKeyDictionary()
 """Hubs of models with taps, whose forwards refer to the hub: both go together when the user drops the model."""
+_FLAGS = threading.Lock()
 
 
 class Hub(TappedModel):
@@ -171,9 +173,10 @@ class Hub(TappedModel):
 
     def _set_flags(self) -> None:
         """Set `live`, `per_sample` and `batch_size` from the listeners: plain flags on which a compiled graph can guard."""
-        self.live = bool(self.listeners)
-        hubs = [hub for found in _tapped_hub_of.values() if (hub := found()) is not None]
-        LISTENING.anywhere = any(hub.live for hub in (self, *hubs))
+        with _FLAGS:  # threads may capture models of their own
+            self.live = bool(self.listeners)
+            hubs = [hub for found in list(_tapped_hub_of.values()) if (hub := found()) is not None]
+            LISTENING.anywhere = any(hub.listeners for hub in (self, *hubs))  # a proof under way may not be `live`
         if not self.live:
             self.tensor_parallel = None
         self.per_sample = self.tensor_parallel is not None or any(listener.per_sample for listener in self.listeners)

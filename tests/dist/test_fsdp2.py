@@ -186,7 +186,10 @@ def test_a_layer_without_a_formula_is_refused_by_name_where_its_weights_stay_sha
     model = nn.Sequential(nn.Linear(4, 4), nn.PReLU(4))
     mesh = dist.init_device_mesh("cpu", (2,))
     model[1].weight = nn.Parameter(distribute_tensor(model[1].weight.detach(), mesh, [Shard(0)]))
-    with refusal(r"^1 \(PReLU\) .*a part of its weights; expected fully_shard"), gramian.per_sample_norms(model):
+    with (
+        refusal("^1.weight is tensor parallel, which only K-FAC .*expected whole layers"),
+        gramian.per_sample_norms(model),
+    ):
         model(torch.randn(3, 4))
 
 

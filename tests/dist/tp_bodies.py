@@ -231,7 +231,7 @@ def refusals(rank: int) -> None:
     def backward(model: nn.Module, rows: list[int]) -> None:
         F.cross_entropy(model(inputs[rows]).flatten(0, 1), targets[rows].flatten()).backward()
 
-    with refusal(r"^block\.q \(Linear\) is tensor parallel, which only K-FAC"), gramian.per_sample_norms(m := model()):
+    with refusal(r"^block\.q\.weight is tensor parallel, which only K-FAC"), gramian.per_sample_norms(m := model()):
         backward(m, [0, 1])
     with refusal('^kfac_distributed_reduce: is "none"'):
         make(kfac_distributed_reduce="none").capture(model(), num_terms=4)

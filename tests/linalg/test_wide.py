@@ -29,14 +29,20 @@ WAYS = {
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """The settings of a new process."""
-    assert settings()["older"] == "highest"
+    """The settings of a new process, before and after."""
+    as_new()
     yield
+    as_new()
+
+
+def as_new() -> None:
+    """Set every switch as a new process has it."""
     for switch in ALL:
         torch._C._set_fp32_precision_setter(*switch, "none")
     torch.set_float32_matmul_precision("highest")
     for switch in PRODUCTS:
         torch._C._set_fp32_precision_setter(*switch, "none")
+    assert settings()["older"] == "highest"
 
 
 def settings() -> dict[object, object]:

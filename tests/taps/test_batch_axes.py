@@ -405,6 +405,7 @@ BUGS = {
 }
 
 
+@pytest.mark.usefixtures("root_not_taken")
 @pytest.mark.parametrize("name", sample(list(BUGS), 3))
 def test_a_bug_turns_the_oracle_red(name: str) -> None:
     bug, (way, layer, shape) = BUGS[name]
