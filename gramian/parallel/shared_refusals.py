@@ -37,7 +37,10 @@ class SharedRefusals:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Context manager: stores the message of a GramianError for the other processes, and lets it through. Does not wait."""
+        """Context manager: an error raised inside is stored for the other processes, which raise it too where they next meet.
+
+        It is raised here at once; nothing waits.
+        """
         try:
             yield
         except GramianError as error:
@@ -46,7 +49,10 @@ class SharedRefusals:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Context manager: as `told`, but if weights are sharded, `meet` raises the error after the backward."""
+        """Context manager: an error raised inside is stored for the other processes, and raised here at once, as by `told`.
+
+        Sharded weights are gathered by all processes until a backward ends: there the error waits for `meet`.
+        """
         try:
             yield
         except GramianError as error:

@@ -164,7 +164,10 @@ class TensorParallel:
 
     @contextmanager
     def comparing_labels(self, told: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-        """Context manager: torch's `loss_parallel`, where each process takes its own labels, compares them inside `told()`."""
+        """Context manager: torch's `loss_parallel`, in which each process takes labels of its own, compares these first.
+
+        `told()` makes a context whose errors the other processes raise too (`SharedRefusals.told`).
+        """
 
         def compared(handler: Any, operation: Any, args: Any, kwargs: Any) -> Any:
             if args[0].device_mesh == self.mesh:

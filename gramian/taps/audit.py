@@ -36,15 +36,18 @@ PROJECTED = 8
 """Largest allowed root-mean-square difference of projected gradients, as a multiple of the expected rounding error."""
 AMPLIFIED = 1e-11
 """Rounding error of one parameter's gradient, relative to the norm of all gradients, that is always allowed. In float64 it is
-more than 64 ε, because layers amplify rounding (the backward of a layer norm divides it by the deviation of its input). In half
-precision it is ε²: gradients that are zero but for rounding (of a bias before a softmax) are not computed alike twice."""
+more than 64 ε, because layers amplify rounding (the backward of a layer norm divides it by the deviation of its input)."""
 TURNS = 16
 """Once its entire gradient was compared, a parameter is compared in one of this many backwards, by projections."""
 TINY = torch.finfo(torch.float32).tiny
 
 
 def amplified(eps: float) -> float:
-    """`AMPLIFIED`, or ε² in half precision."""
+    """The rounding error, relative to the norm of all gradients, that is allowed where products round by ε.
+
+    `AMPLIFIED`, or ε² where that is more (half precision, TF32): a gradient that is zero but for rounding, as of a bias that is
+    added to all inputs of a softmax, is another one whenever it is computed.
+    """
     return max(AMPLIFIED, eps**2)
 
 
@@ -274,9 +277,8 @@ class Audit:
                 continue
             (magnitude, dtype, terms), got = self._rounding[name], wide(arrived).to(total.dtype)
             magnitude = magnitude if self._tensor_parallel is None else self._tensor_parallel.sum(magnitude)
-            dtype = max(
-                dtype, arrived.dtype, key=lambda one: torch.finfo(one).eps
-            )  # of a product in float32, rounded for p
+            # a product in float32 may be rounded for its weight
+            dtype = max(dtype, arrived.dtype, key=lambda one: torch.finfo(one).eps)
             info = torch.finfo(dtype)
             below_normal = info.smallest_normal * got.numel() ** 0.5  # where numbers lie evenly, eps of it apart
             rounding = info.eps * (magnitude + below_normal)

@@ -1,5 +1,6 @@
 """The audit of every backward: silent where the taps explain the gradient, by name where they do not."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gramian
-from gramian.taps.audit import TURNS, Projections
+from gramian.taps.audit import TURNS, Audit, Projections
 from gramian.taps.gradients import Outer, PerSampleGradient, Summed
 from gramian.taps.sites import site_registry
 from gramian.taps.sites.site import tokens
@@ -315,6 +316,21 @@ def test_a_product_in_float32_whose_gradient_is_rounded_for_its_weight_is_no_mis
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(40, 40), Router()).bfloat16(), torch.randn(5, 40).bfloat16()
     _step(model, lambda net: net(x).tanh().sum(), proof=proof)
+
+
+@pytest.mark.parametrize("dtype, apart, agrees", [
+    (torch.bfloat16, 1e-5, True), (torch.bfloat16, 1e-3, False), (torch.float32, 1e-5, False),
+])  # fmt: skip
+def test_a_gradient_that_is_nothing_but_rounding_counts_beside_all_others(
+    dtype: torch.dtype, apart: float, agrees: bool
+) -> None:
+    """One of relative size 10⁻⁵, all of which differs, is rounding in bfloat16 (ε² = 6·10⁻⁵), and a mistake in float32."""
+    audit = Audit(dict.fromkeys(("large", "small")), Projections({}, 0.0))  # type: ignore[arg-type]
+    audit._arrived = {"large": torch.ones(4, dtype=dtype), "small": torch.full((4,), apart, dtype=dtype)}
+    audit._totals = {"large": torch.ones(4), "small": torch.full((4,), -apart)}
+    audit._rounding = dict.fromkeys(("large", "small"), (torch.tensor(0.0), dtype, 0))
+    with contextlib.nullcontext() if agrees else refusal("^small: the taps explain"):
+        audit.verdict()
 
 
 def test_numbers_below_the_normal_ones_are_no_mistake() -> None:

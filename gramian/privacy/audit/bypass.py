@@ -36,7 +36,7 @@ class BypassDetector:
     ) -> None:
         """Hook every parameter in `trained`; nothing is refused while `is_active` returns False (a proof runs without taps).
 
-        What is refused is raised inside of `told()`.
+        `told()` makes a context whose errors the other processes raise too (`SharedRefusals.told`).
         """
         self._names, self._is_active, self._told = set(trained), is_active, told
         self._watched: dict[int, Tensor] = {}
