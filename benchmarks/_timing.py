@@ -57,6 +57,12 @@ def ratio(times: list[float], base: list[float]) -> float:
     return statistics.median(time / against for time, against in zip(times, base, strict=True))
 
 
+def known(name: str) -> Any:
+    """The results that were written before under a name, so that a run of some rows keeps the others; {} if there are none."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text())["results"] if path.exists() else {}
+
+
 def write(name: str, results: Any) -> Path:
     """Commit-ready JSON beside the machine it ran on."""
     RESULTS.mkdir(exist_ok=True)

@@ -52,13 +52,13 @@ def main() -> None:
         left, right = randn(B, T, M), randn(B, T, N)
         shape = f"{B}x{T}x{M}x{N}"
         flops = B * T * (T + 128) * (M + N)
-        note(f"gram {shape}", milliseconds(lambda: gram_squares([left], right)), flops)
+        note(f"gram {shape}", milliseconds(lambda: gram_squares(left, right)), flops)
         if not small and T <= 1024:
             note(f"gram by bmm {shape}", milliseconds(lambda: gram_by_bmm(left, right)), flops)
             for stages, depth, warps in ((3, 64, 8), (3, 128, 8), (2, 128, 8)):
                 tiles = Tiles(rows=128, columns=128, depth=depth, warps=warps, stages=stages, cost=1.0)
                 try:
-                    took = milliseconds(lambda tiles=tiles: gram_squares_kernel([[right, left]], tiles=tiles))
+                    took = milliseconds(lambda tiles=tiles: gram_squares_kernel([(left, right)], tiles=tiles))
                     note(f"gram {shape} stages {stages} depth {depth} warps {warps}", took, flops)
                 except Exception as error:  # does not fit
                     print("gram", shape, stages, depth, type(error).__name__)

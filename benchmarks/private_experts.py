@@ -15,7 +15,7 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import gramian
-from benchmarks._timing import ratio, take_turns, write
+from benchmarks._timing import known, ratio, take_turns, write
 from benchmarks.private_step import _let_go, ours, peak, plain
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -53,7 +53,8 @@ def main() -> None:
     base.set_experts_implementation("grouped_mm")
     base.config.use_cache = False
     tokens = 16384 if device == "cuda" else 256
-    rows: dict[int, Any] = {}
+    file = f"private_experts{'' if device == 'cuda' else '_cpu'}"
+    rows: dict[str, Any] = known(file).get("lengths", {})
     for length in arguments.lengths or ([256, 1024, 4096] if device == "cuda" else [32]):
         x = torch.randint(config.vocab_size, (tokens // length, length), device=device)
         baseline = plain(base, x)
@@ -72,10 +73,10 @@ def main() -> None:
         row |= {"peak_gib": peak(step), "plan": None if engine.plan is None else str(engine.plan).splitlines()}
         engine.detach()
         del step, engine
-        rows[length] = row
+        rows[str(length)] = row
         print(length, {key: value for key, value in row.items() if key != "plan"}, flush=True)
         found = {"config": SHAPES[device], "parameters": sum(p.numel() for p in base.parameters()), "lengths": rows}
-        print(write("private_experts" if device == "cuda" else "private_experts_cpu", found))
+        print(write(file, found))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 import gramian
-from benchmarks._timing import ratio, take_turns, write
+from benchmarks._timing import known, ratio, take_turns, write
 from benchmarks.private_step import busy_and_host, loss_of
 from gramian.models.gpt import GPT, GPTConfig
 
@@ -149,7 +149,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    rows: dict[str, Any] = {}
+    file = "private_whole" if CUDA else "private_whole_cpu"
+    rows: dict[str, Any] = known(file)
     for name in arguments.models:
         base = build(name)
         for length in [length for row, length in ROWS if row == name]:
@@ -184,11 +185,11 @@ def main() -> None:
                     found["forced_over_plan"] = forced(base, x, private, arguments.rounds)
                     _let_go()  # what a choice without room left behind
                 print(name, length, compiled, found, flush=True)
+                write(file, rows)
                 engine.detach()
                 del models, plain, private, engine
                 _let_go()
         del base
-        print(write("private_whole" if CUDA else "private_whole_cpu", rows))
 
 
 if __name__ == "__main__":

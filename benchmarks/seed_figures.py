@@ -102,7 +102,7 @@ def adaptive_figures() -> dict[str, Any]:
     for batch, length in CHOSEN:
         left, right = (torch.randn(batch, length, width, device=DEVICE, dtype=DTYPE) for width in LAYER)
         layer = {
-            "gram": milliseconds(lambda g=left, a=right: gram_squares([g], a)),
+            "gram": milliseconds(lambda g=left, a=right: gram_squares(g, a)),
             "direct": milliseconds(lambda g=left, a=right: direct_squares(g, a)),
         }
         config = GPTConfig(context=length, **PRIVATE)

@@ -19,7 +19,7 @@ from gramian.kernels.sums.token_sums import normed_sums, token_sums
 from gramian.kernels.sums.weighted_product import weighted_product
 from gramian.kernels.sums.weighted_sum import row_squares, weighted_sum
 x, c = torch.ones(2, 3, 4), torch.ones(2)
-gram_squares([x], x), direct_squares(x, x), token_sums(x), normed_sums(x, x, 1e-5, True)
+gram_squares(x, x), direct_squares(x, x), token_sums(x), normed_sums(x, x, 1e-5, True)
 weighted_product(x, x, c, torch.float32), weighted_sum(x[0], torch.ones(3)), row_squares(x[0])
 print([name for name in sys.modules if name.split(".")[0] == "triton"])
 """

@@ -51,49 +51,32 @@ def _add_gram(
 @triton.jit
 def gram_squares(
     sums, table, samples, tokens, tiles, pairs,
-    right_b, right_t, right_n, right_width, left_0_b, left_0_t, left_0_n, left_0_width,
-    left_1_b, left_1_t, left_1_n, left_1_width, left_2_b, left_2_t, left_2_n, left_2_width,
-    left_3_b, left_3_t, left_3_n, left_3_width,
-    RIGHT: tl.constexpr, LEFT: tl.constexpr, ALIGNMENT: tl.constexpr,
-    LEFTS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, DESCRIPTOR: tl.constexpr,
+    left_b, left_t, left_n, left_width, right_b, right_t, right_n, right_width,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, ALIGNMENT: tl.constexpr,
+    TILE: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, DESCRIPTOR: tl.constexpr,
 ):  # fmt: skip
-    """One layer, sample and pair of token tiles: the sum of S_right ⊙ S_left over the pair, and its part on the diagonal.
+    """One layer, sample and pair of token tiles: the sum of S_left ⊙ S_right over the pair, and its part on the diagonal.
 
-    S_right = RRᵀ and S_left = Σ_k L_k L_kᵀ are Gram matrices over T tokens, of R [T, N] and of one to four L_k [T, M_k], whose
-    addresses are in `table`, by layer. Pairs off the diagonal count twice.
+    S_left = LLᵀ and S_right = RRᵀ are Gram matrices over T tokens, of L [T, M] and R [T, N], whose addresses are in `table`, by
+    layer. Pairs off the diagonal count twice.
     """
     program = tl.program_id(0)
     sample = program // pairs % samples
-    layer = program // (pairs * samples) * (LEFTS + 1)
+    layer = program // (pairs * samples) * 2
     row_tile, column_tile = tile_pair(program % pairs, tiles, GROUP)
     row = row_tile * TILE
     column = column_tile * TILE
 
     s_right = tl.zeros((TILE, TILE), tl.float32)
     s_right = _add_gram(
-        s_right, table, layer, sample, row, column, right_b, right_t, right_n, samples, tokens, right_width,
+        s_right, table, layer + 1, sample, row, column, right_b, right_t, right_n, samples, tokens, right_width,
         RIGHT, ALIGNMENT, TILE, DEPTH, DESCRIPTOR,
     )  # fmt: skip
     s_left = tl.zeros((TILE, TILE), tl.float32)
     s_left = _add_gram(
-        s_left, table, layer + 1, sample, row, column, left_0_b, left_0_t, left_0_n, samples, tokens, left_0_width,
+        s_left, table, layer, sample, row, column, left_b, left_t, left_n, samples, tokens, left_width,
         LEFT, ALIGNMENT, TILE, DEPTH, DESCRIPTOR,
     )  # fmt: skip
-    if LEFTS > 1:
-        s_left = _add_gram(
-            s_left, table, layer + 2, sample, row, column, left_1_b, left_1_t, left_1_n, samples, tokens, left_1_width,
-            LEFT, ALIGNMENT, TILE, DEPTH, DESCRIPTOR,
-        )  # fmt: skip
-    if LEFTS > 2:
-        s_left = _add_gram(
-            s_left, table, layer + 3, sample, row, column, left_2_b, left_2_t, left_2_n, samples, tokens, left_2_width,
-            LEFT, ALIGNMENT, TILE, DEPTH, DESCRIPTOR,
-        )  # fmt: skip
-    if LEFTS > 3:
-        s_left = _add_gram(
-            s_left, table, layer + 4, sample, row, column, left_3_b, left_3_t, left_3_n, samples, tokens, left_3_width,
-            LEFT, ALIGNMENT, TILE, DEPTH, DESCRIPTOR,
-        )  # fmt: skip
 
     product = s_right * s_left
     total = tl.sum(product)

@@ -142,7 +142,7 @@ def gram_of(outers: Sequence[Outer]) -> tuple[Tensor, Tensor]:
         The squared norms [gradients, B], and a mask [gradients, B], True for samples to be computed again by the direct form.
         Does not wait for the device.
     """
-    squares_KB, diagonals_KB = gram_squares_of_layers([(outer.right_BTN, outer.left_BTM) for outer in outers])
+    squares_KB, diagonals_KB = gram_squares_of_layers([(outer.left_BTM, outer.right_BTN) for outer in outers])
     return squares_KB, cancels(squares_KB, diagonals_KB)
 
 
