@@ -47,11 +47,12 @@ def run_layer(
     site = tap.site
     if isinstance(site, InlineProducts):
         return _run_inline(model, tap, site, module, plain, args, kwargs)
-    trained = {k: name for k, name in tap.parameters.items() if user_names.parameter(module, k).requires_grad}
+    # names in the model are not looked up while a graph is traced: it would be of one layer only, not of all like it
+    trained = [local for local in tap.parameters if user_names.parameter(module, local).requires_grad]
     plain, withholds = site.own_forward(module, plain), model.rule.withholds
     if withholds:
-        leaves = None if compiling or site.compiles else _leaves(model)
-        plain = DetachedForward(plain, module, trained, leaves, site.whole)
+        keep = None if compiling or site.compiles else partial(_keep_leaf, tap, _leaves(model))
+        plain = DetachedForward(plain, module, trained, keep, site.whole)
     if compiling:
         output, saved, extra = _run_site(model, tap, module, plain, args, kwargs)
     else:
@@ -131,7 +132,7 @@ def _run_inline(
     batch = model.passes.batch_of_second_run(tap.name) if in_backward() else model.batch
     layouts = model.layouts_of(tap)
     run = site.observed(module, plain, batch, partial(observe_product, model, tap), layouts)
-    run = DetachedForward(run, module, trained, None, site.whole) if model.rule.withholds else run
+    run = DetachedForward(run, module, list(trained), None, site.whole) if model.rule.withholds else run
     generators = Generators(module)
     states = generators.states()
     before = model.passes.current
@@ -233,6 +234,11 @@ def _refuse_tensor_parallel(model: TappedModel, tap: Tap, module: nn.Module, ten
         )
 
 
+def _keep_leaf(tap: Tap, leaves: list[tuple[str, Tensor]], local: str, weight: Tensor) -> None:
+    """Append (name in the model, the detached copy) of a layer's weight."""
+    leaves.append((tap.parameters[local], weight))
+
+
 def _leaves(model: TappedModel) -> "list[tuple[str, Tensor]]":
     """List that receives detached weights of a layer without a gradient formula, to compare gradients."""
     if in_backward() or model.passes.current is None:
@@ -247,8 +253,8 @@ class DetachedForward:
         self,
         plain: Callable[..., Any],
         module: nn.Module,
-        trained: dict[str, str],
-        leaves: list[tuple[str, Tensor]] | None,
+        trained: Sequence[str],
+        keep: Callable[[str, Tensor], None] | None,
         whole: bool,
     ) -> None:
         """Find the modules that have the weights; nothing is replaced before the call.
@@ -256,13 +262,13 @@ class DetachedForward:
         Args:
             plain: the layer's own forward.
             module: the layer.
-            trained: {name inside the layer: name in the user's model} of the weights to detach.
-            leaves: list to which a call appends (name in the model, the detached weight) of trainable weights, which then get
-                autograd's gradient themselves; None: detached weights get no gradient.
+            trained: names inside the layer of the weights to detach.
+            keep: is called with the name and the detached copy of each weight, which then gets autograd's gradient itself;
+                None: the copies get no gradient.
             whole: True if the children are tapped with the layer: a weight that several of them share is detached in all.
         """
-        self.plain, self.leaves = plain, leaves
-        self.names, self.places = list(trained.values()), [_places(module, local, whole) for local in trained]
+        self.plain, self.keep = plain, keep
+        self.names, self.places = trained, [_places(module, local, whole) for local in trained]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run `plain` with detached weights in place of the parameters, which are put back afterwards."""
@@ -272,8 +278,8 @@ class DetachedForward:
             assert p is not None
             old.append(p)
             weight = p.detach()
-            if self.leaves is not None:
-                self.leaves.append((name, weight.requires_grad_()))
+            if self.keep is not None:
+                self.keep(name, weight.requires_grad_())
             for parameters, local in places:
                 parameters[local] = weight  # type: ignore[assignment]
         try:

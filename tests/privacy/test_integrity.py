@@ -300,12 +300,19 @@ def test_another_optimizer_of_the_same_parameters_is_refused_before_it_acts(pois
 
 # ---- other parameters ----------------------------------------------------------------------------------------------------
 
+def _compile(model: nn.Module, compiled: bool) -> None:
+    if compiled:
+        torch.compiler.reset()
+        model.compile(backend="aot_eager")
+
+
 OUTSIDE = r"a parameter of shape \[{}\] outside of the module: gets an ordinary gradient in the backward"
 
 
-@pytest.mark.parametrize("physical", [None, 1])
-def test_a_head_that_trains_plainly_is_refused_at_the_second_backward(physical: int | None) -> None:
+@pytest.mark.parametrize("physical, compiled", [(None, False), (1, False), (None, True)])
+def test_a_head_that_trains_plainly_is_refused_at_the_second_backward(physical: int | None, compiled: bool) -> None:
     trunk, head = net(), nn.Linear(3, 2).double()
+    _compile(trunk, compiled)
     _, optimizer, _ = private(trunk, max_physical_batch=physical)
     plain = torch.optim.SGD(head.parameters(), lr=0.1)
     x = rows(physical or 4)
@@ -354,9 +361,11 @@ def test_a_parameter_of_the_module_with_another_optimizer_is_named() -> None:
         (model(rows()) * model.scale).square().sum(1).mean().backward()
 
 
-def test_other_models_train_as_they_like() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_other_models_train_as_they_like(compiled: bool) -> None:
     """A second model, and a generator that learns through the private one while that is frozen."""
     model, other, generator = net(), net(), nn.Linear(2, 5).double()
+    _compile(model, compiled)
     _, optimizer, _ = private(model)
     plain = torch.optim.SGD([*other.parameters(), *generator.parameters()], lr=0.1)
     for _ in range(2):

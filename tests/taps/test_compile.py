@@ -285,7 +285,6 @@ def _next_token(model: nn.Module, ids: Tensor, reduction: str = "mean") -> Tenso
     return terms_B.sum() if reduction == "sum" else terms_B.mean()
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("backend", ["aot_eager", *(["inductor"] if FULL else [])])
 def test_blocks_compiled_one_by_one_share_their_graphs(backend: str) -> None:
     torch.manual_seed(0)

@@ -5,7 +5,8 @@ anything is added to `p.grad` of a trained parameter.
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -118,8 +119,9 @@ class OutsideParameters:
         stepped = [
             p for optimizer in self._other_optimizers for group in optimizer.param_groups for p in group["params"]
         ]
-        for p in (*self._behind.keys(), *stepped):
-            if id(p) not in self._trained and p.requires_grad and accumulates(_leaf(p)):
+        outside = [p for p in (*self._behind.keys(), *stepped) if id(p) not in self._trained and p.requires_grad]
+        for p, leaf in zip(outside, _leaves(outside), strict=True):
+            if accumulates(leaf):
                 raise GramianError(
                     f"{self._name(p)}: gets an ordinary gradient in the backward of the private model, which has no noise; "
                     "expected all that trains in the module and the optimizer of make_private, and the rest frozen or detached"
@@ -142,7 +144,19 @@ class OutsideParameters:
         return names.get(id(p), f"a parameter of shape {list(p.shape)} outside of the module")
 
 
-def _leaf(p: Tensor) -> Node:
-    """The node that adds to `p.grad`. A compiled backward runs without gradients, where older torch versions know of none."""
+def _leaves(parameters: Sequence[Tensor]) -> list[Node]:
+    """The nodes that add to `.grad` of parameters.
+
+    Only the graph of an operation on a parameter shows its node. A compiled backward reports from inside an operator, where this
+    thread builds no graphs; then another thread does.
+    """
+
+    def look() -> list[Node]:
+        with torch.enable_grad():
+            return [get_gradient_edge(p).node for p in parameters]
+
     with torch.enable_grad():
-        return get_gradient_edge(p).node
+        if not parameters or parameters[0].view_as(parameters[0]).grad_fn is not None:
+            return look()
+    with ThreadPoolExecutor(1) as another:
+        return another.submit(look).result()
