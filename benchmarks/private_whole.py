@@ -143,6 +143,7 @@ def main() -> None:
     """Measure and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=list(TOKENS), choices=list(TOKENS))
+    parser.add_argument("--lengths", nargs="*", type=int, help="only rows of these lengths")
     parser.add_argument("--compiled", action="store_true", help="also the compiled rows of gpt and llama")
     parser.add_argument("--forced", action="store_true", help="also the plan's possible choices, forced; not of lora")
     parser.add_argument("--profile", action="store_true", help="also phases, busy times and kernels")
@@ -153,7 +154,8 @@ def main() -> None:
     rows: dict[str, Any] = known(file)
     for name in arguments.models:
         base = build(name)
-        for length in [length for row, length in ROWS if row == name]:
+        lengths = [length for row, length in ROWS if row == name]
+        for length in [one for one in lengths if not arguments.lengths or one in arguments.lengths]:
             x = torch.randint(32 if not CUDA else 32000, (max(1, TOKENS[name] // length), length), device=DEVICE)
             x = x if CUDA else x[:4, :16]
             for compiled in (False, True) if arguments.compiled and name != "lora" else (False,):

@@ -112,8 +112,9 @@ def add_normals_to(
     Raises:
         GramianError: for an argument outside these limits, or on CUDA without triton.
     """
-    for tensor, start in zip(targets, starts, strict=True):
-        _check(key, nonce, start, tensor.numel(), TAIL_NONCE)
+    ends = [start + tensor.numel() for tensor, start in zip(targets, starts, strict=True)]
+    first, last = min(starts, default=0), max(ends, default=0)
+    _check(key, nonce, first, last - first, TAIL_NONCE)
     for tensor in (*targets, *sources):
         if tensor.dtype not in DTYPES:
             raise GramianError(f"tensor: dtype {tensor.dtype}; expected one of {', '.join(str(d) for d in DTYPES)}")

@@ -85,13 +85,14 @@ def checksums_kernel(tensors: Sequence[Tensor], most: int | None = None) -> Tens
             for t, count in zip(tensors, counts, strict=True)
         ]
     sizes_N, owners_P, chunks_P, odd_P = _layout(tuple(counts), width, device)
-    pointers = torch.tensor([t.data_ptr() for t in tensors], pin_memory=device.type == "cuda")
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    pointers_N = _addresses(tuple([t.data_ptr() for t in tensors]), device, stream)
     partials_P = torch.empty_like(odd_P)
     if len(partials_P):
         columns = _weights(device)[-COLUMNS:]
         with on_device(tensors[0]):
             triton_kernels.checksums[(len(partials_P),)](
-                partials_P, pointers.to(device, non_blocking=True), sizes_N, owners_P, chunks_P, columns, RADIX,
+                partials_P, pointers_N, sizes_N, owners_P, chunks_P, columns, RADIX,
                 WIDTH=width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
             )  # fmt: skip
     return torch.zeros(len(tensors), dtype=torch.int64, device=device).index_add_(0, owners_P, partials_P * odd_P)
@@ -126,6 +127,12 @@ def _layout(counts: tuple[int, ...], width: int, device: torch.device) -> tuple[
     owners_P = torch.arange(len(counts)).repeat_interleave(counts_N)
     chunks_P = torch.arange(len(owners_P)) - (counts_N.cumsum(0) - counts_N)[owners_P]
     return sizes_N.to(device), owners_P.to(device), chunks_P.to(device), _odd(chunks_P).to(device)
+
+
+@functools.lru_cache(maxsize=16)
+def _addresses(pointers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    """Addresses [N] as a tensor for kernels of one stream, on which it is copied; tensors often lie where they did before."""
+    return torch.tensor(pointers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 @functools.lru_cache(maxsize=16)

@@ -300,6 +300,7 @@ def test_another_optimizer_of_the_same_parameters_is_refused_before_it_acts(pois
 
 # ---- other parameters ----------------------------------------------------------------------------------------------------
 
+
 def _compile(model: nn.Module, compiled: bool) -> None:
     if compiled:
         torch.compiler.reset()

@@ -147,8 +147,8 @@ class OutsideParameters:
 def _leaves(parameters: Sequence[Tensor]) -> list[Node]:
     """The nodes that add to `.grad` of parameters.
 
-    Only the graph of an operation on a parameter shows its node. A compiled backward reports from inside an operator, where this
-    thread builds no graphs; then another thread does.
+    Only the graph of an operation on a parameter shows its node. A compiled backward reports from inside an operator, where no
+    graph is built in this thread; then another thread builds it.
     """
 
     def look() -> list[Node]:

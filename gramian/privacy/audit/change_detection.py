@@ -106,21 +106,22 @@ class ChangeDetector:
 
     def _ordered_gradients(self) -> list[Tensor]:
         """This process's part of every gradient, in the memory order of the parameter; empty where `p.grad` is None."""
-        return [
-            local(p).new_empty(0) if p.grad is None else _in_order(local(p.grad), p) for p in self._trained.values()
-        ]
+        found = []
+        for p in self._trained.values():
+            part, gradient = local(p), p.grad
+            found.append(part.new_empty(0) if gradient is None else _in_order(local(gradient), part))
+        return found
 
     def _weights_now(self) -> Tensor:
-        return checksums([_in_order(local(p), p) for p in self._trained.values()], SAMPLED)
+        return checksums([_in_order(part, part) for part in map(local, self._trained.values())], SAMPLED)
 
     @torch.no_grad()
     def _versions_now(self) -> list[int]:
         return [local(p)._version for p in self._trained.values()]
 
 
-def _in_order(t: Tensor, p: nn.Parameter) -> Tensor:
-    """A tensor made contiguous in the memory order of parameter `p`; no copy if both are contiguous."""
-    like = local(p)
+def _in_order(t: Tensor, like: Tensor) -> Tensor:
+    """A tensor made contiguous in the memory order of another; no copy if both are contiguous."""
     if t.is_contiguous() and like.is_contiguous():
         return t
     strides = like.stride()

@@ -26,7 +26,7 @@ from gramian.privacy.clipping.loss_scaling import Scaling
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.privacy.metric.public_metric import PublicMetric
 from gramian.privacy.noise.correlated_noise import CorrelatedNoise
-from gramian.privacy.noise.element_noise import NoisePlan
+from gramian.privacy.noise.element_noise import NoisePlan, Place
 
 IN_FLIGHT = 8
 """Largest number of reductions to a shard that run while the next sums are computed."""
@@ -76,6 +76,8 @@ class GradientSums:
         self._arriving: deque[tuple[str, DTensor]] = deque()
         self._boxes: dict[str, tuple[slice, ...] | None] = {}
         """{parameter: what this process stores of it, a slice of each axis; None: all}."""
+        self._places: dict[str, Place] = {}
+        """{parameter: place of the noise of what this process stores of it}."""
         self._tensor_parallel = tensor_parallel
 
     # ---- backward --------------------------------------------------------------------------------------------------
@@ -204,7 +206,7 @@ class GradientSums:
         part = local(total)
         if p.grad is not None:
             part = self._wide(name, Scaling()).add_(part)
-        p.grad, self._unrounded[name] = None, _laid_out(wide(part), local(p.detach()))
+        p.grad, self._unrounded[name] = None, _laid_out(wide(part), local(p))
 
     def _round(self) -> None:
         """Set `p.grad` of half-precision parameters to the rounded copies of their sums, in few launches."""
@@ -302,7 +304,9 @@ class GradientSums:
                 plain, done = [], []
                 for (name, *_), target, total in zip(some, targets, totals, strict=True):
                     if std > 0 and name not in blocks:
-                        plain.append((target, total, noise.place(name, total.shape, self._box_of(name))))
+                        if name not in self._places:
+                            self._places[name] = noise.place(name, total.shape, self._box_of(name))
+                        plain.append((target, total, self._places[name]))
                     else:
                         done.append((target, total if std == 0 else wide(total) + coloured(name, total)))
                 if plain:

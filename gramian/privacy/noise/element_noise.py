@@ -161,6 +161,10 @@ class NoisePlan:
                 own = place.of(drawn).reshape(target.shape)
                 target.detach().copy_((wide(total.detach()) + own) * factor)
                 continue
+            segment, start = divmod(place, chacha.WORDS_PER_NONCE)
+            if start + target.numel() <= chacha.WORDS_PER_NONCE:
+                segments.setdefault(segment, []).append((target, total, start))
+                continue
             flat_N, total_N, done = target.detach().view(-1), total.detach().view(-1), 0
             while done < flat_N.numel():
                 segment, start = divmod(place + done, chacha.WORDS_PER_NONCE)
