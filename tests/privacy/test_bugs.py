@@ -47,6 +47,7 @@ from tests.kit.private import add_noise
 from tests.kit.processes import run_on_ranks
 from tests.kit.refusals import refusal
 from tests.kit.toys import Toy
+from tests.kit.whole_roots import never_the_root
 from tests.oracles.sample_statistics import per_sample_norms
 from tests.privacy import (
     test_account,
@@ -425,6 +426,12 @@ def _sums(
     return partial(test, name, storage, algorithm, reduction, torch.float64, how)
 
 
+def _by_its_layers(check: Callable[..., None], *arguments: Any) -> None:
+    """A check where no model is tapped as one layer itself, which would be exact whatever the taps of its layers count."""
+    with never_the_root():
+        check(*arguments)
+
+
 def _cancelling(storage: str, algorithm: str) -> Callable[[], None]:
     return partial(test_clipping.test_norms_survive_cancellation_in_float32, storage, algorithm, 1e4)
 
@@ -500,9 +507,9 @@ def _shards_of_all_sums(rank: int) -> None:
 
 def _gram_at_the_edges() -> None:
     """Where kernels are interpreted; the test itself asks another process to do so."""
-    lefts, right = test_gram_squares.case(1, 17, (7,), 5, layout="amid nan")
-    got = test_gram_squares.gram_squares_kernel(lefts, right, tiles=test_gram_squares.SMALL, group=3)
-    test_gram_squares.close(got, lefts, right)
+    left, right = test_gram_squares.case(1, 17, 7, 5, layout="amid nan")
+    got = test_gram_squares.gram_squares_kernel(left, right, tiles=test_gram_squares.SMALL, group=3)
+    test_gram_squares.close(got, left, right)
 
 
 def _direct_at_the_edges() -> None:
@@ -617,7 +624,7 @@ BUGS = (
     Mutation(
         "positions of one row for all samples",
         Edit("layer_forward:run_layer", "if rows == 1:", "if model.batch == -1:"),
-        _sums("gpt"),
+        partial(_by_its_layers, _sums("gpt")),
     ),
     Mutation(
         "inputs of four axes not flattened",
@@ -879,20 +886,24 @@ BUGS = (
     Mutation(
         "weight gradients of the first pass left",
         (
-            Edit("layer_forward:run_layer", "if withholds:\n        leaves", "if False:\n        leaves"),
+            Edit("layer_forward:run_layer", "if withholds:\n        keep", "if False:\n        keep"),
             Swap("bypass:_refuse", lambda name, gradient: None),
         ),
         _sums("mlp", "two_pass"),
     ),
     Mutation(
         "weights not detached",
-        Edit("layer_forward:run_layer", "if withholds:\n        leaves", "if False:\n        leaves"),
+        Edit("layer_forward:run_layer", "if withholds:\n        keep", "if False:\n        keep"),
         _sums("mlp"),
     ),
     Mutation(
         "weight used past its layer",
         Swap("BypassDetector._refuse", lambda self, name, gradient: None),
-        partial(test_contract.test_a_weight_used_past_its_layer_is_an_error_that_names_it_on_every_step, "auto"),
+        partial(
+            _by_its_layers,
+            test_contract.test_a_weight_used_past_its_layer_is_an_error_that_names_it_on_every_step,
+            "auto",
+        ),
     ),
     Mutation(
         "weight without a gradient refused",
@@ -918,9 +929,7 @@ BUGS = (
     ),
     Mutation(
         "auxiliary loss of a layer without a formula dropped",
-        Edit(
-            "layer_forward:run_layer", "leaves = None if compiling or site.compiles else", "leaves = None if True else"
-        ),
+        Edit("layer_forward:run_layer", "keep = None if compiling or site.compiles else", "keep = None if True else"),
         partial(
             test_regressions.test_a_gradient_past_the_outputs_of_a_layer_without_a_formula_is_named,
             False,
@@ -1578,8 +1587,9 @@ BUGS = (
         "Gram kernel without a mask beyond the width",
         Edit(
             "gram_squares:gram_squares_kernel",
-            "(*strides(tensor, descriptor), tensor.shape[2])",
-            "(*tensor.stride(), -(-tensor.shape[2] // tiles.depth) * tiles.depth)",
+            "*strides(lefts[0], descriptor), left.shape[2], *strides(rights[0], descriptor), right.shape[2],",
+            "*left.stride(), -(-left.shape[2] // tiles.depth) * tiles.depth, "
+            "*right.stride(), -(-right.shape[2] // tiles.depth) * tiles.depth,",
         ),
         _gram_at_the_edges,
         red="tests/kernels/test_gram_squares.py::test_kernel_at_the_edges_of_tiles",
