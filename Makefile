@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadgroup
 
 # The parts of make test-full. "rest" is whatever no other part names, so a new test folder is never left out.
-PARTS            := taps statistics linalg curvature kernels privacy models train dist integrations rest
+PARTS            := taps statistics linalg curvature kernels privacy models train dist integrations zoo rest
 tests_taps       := tests/taps
 tests_statistics := tests/statistics
 tests_linalg     := tests/linalg
@@ -29,6 +29,7 @@ tests_models     := tests/models
 tests_train      := tests/train
 tests_dist       := tests/dist
 tests_integrations := tests/integrations
+tests_zoo        := tests/zoo
 tests_rest       := tests $(foreach part,$(filter-out rest,$(PARTS)),$(addprefix --ignore=,$(tests_$(part))))
 
 # Every script of benchmarks/; a leading underscore marks a helper. BENCH="one two" runs some of them.
@@ -51,7 +52,7 @@ test: $(TEST_ENV) ## the tests on a sample of each matrix, lint beside them
 	cat $$logs/lint; echo "== lint: exit $$lint"; echo "== tests: exit $$tests"; tail -n 1 $$logs/tests; \
 	rm -r $$logs; [ "$$lint $$tests" = "0 0" ]
 
-test-full: $(addprefix full-,$(if $(filter all,$(PART)),$(PARTS),$(PART))) ## the matrices whole: PART=taps|statistics|linalg|curvature|kernels|privacy|models|train|dist|integrations|rest|all
+test-full: $(addprefix full-,$(if $(filter all,$(PART)),$(PARTS),$(PART))) ## the matrices whole: PART=taps|statistics|linalg|curvature|kernels|privacy|models|train|dist|integrations|zoo|rest|all
 
 full-integrations: $(MORE_ENV)
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import gramian
@@ -21,6 +22,7 @@ from gramian.core.errors import GramianError
 from gramian.models.gpt import GPT, GPTConfig
 from gramian.taps.audit import AGREES
 from gramian.taps.hub import hub_of
+from gramian.taps.proof import isolated_runs
 from gramian.taps.proof.proof_runs import ProofRuns
 from gramian.taps.proof.prover import Proven, Prover
 from gramian.taps.proof.row_fingerprint import Fingerprint
@@ -756,3 +758,22 @@ def test_dropout_in_recomputed_blocks_is_as_exact_as_in_stored_ones() -> None:
             F.cross_entropy(model(tokens_BT).flatten(0, 1), tokens_BT.flatten()).backward()
         found.append(norms.values)
     assert torch.allclose(*found, rtol=1e-6)
+
+
+def test_only_backwards_of_attention_are_run_under_the_demand_for_a_fixed_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    monkeypatch.setattr(isolated_runs, "ATTENTION_BACKWARDS", {attention})
+    demands: dict[Any, int] = {}
+
+    class Demands(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            demands[func] = torch.get_deterministic_debug_mode()
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(1, 2, 8, 4, requires_grad=True)
+    with Demands(), isolated_runs.AttentionInOrder():
+        F.scaled_dot_product_attention(x, x, x).sum().backward()
+    assert demands.pop(attention) == 2 and set(demands.values()) == {0}
+    assert torch.get_deterministic_debug_mode() == 0

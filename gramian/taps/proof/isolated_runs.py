@@ -9,12 +9,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gramian.linalg.wide import exact_float32
 from gramian.parallel.data_parallel import local
 from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.taps.model.preserve_state import preserve_state
 from gramian.taps.model.run_eagerly import run_eagerly
+
+ATTENTION_BACKWARDS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
+    torch.ops.aten._flash_attention_backward.default,
+    torch.ops.aten._efficient_attention_backward.default,
+}
+"""Operations of a GPU that add in a fixed order only where torch raises an error for those that cannot."""
 
 
 @contextmanager
@@ -36,12 +45,30 @@ def undisturbed(root: nn.Module, arguments: Iterable[Any], shares: TensorParalle
         yield
 
 
+class AttentionInOrder(TorchDispatchMode):
+    """Runs the backwards of attention where torch demands fixed orders: where it only warns, they still add atomically."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation as it is, or with the demand around it."""
+        if func not in ATTENTION_BACKWARDS:
+            return func(*args, **(kwargs or {}))
+        before = torch.get_deterministic_debug_mode()
+        torch.set_deterministic_debug_mode("error")
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            torch.set_deterministic_debug_mode(before)
+
+
 @contextmanager
 def _added_in_order() -> Iterator[None]:
     """Context manager: kernels of a GPU add in a fixed order where torch has such kernels, so that equal runs have equal bits.
 
     Attention adds atomically in its backward: over some thirty layers in half precision two equal runs end percents apart,
-    which would hide a row that changes. Nothing changes where there is no GPU, or the user has chosen these kernels before.
+    which would hide a row that changes. It is told to keep an order as `AttentionInOrder` does. Operations that know no order
+    run as they always do. Nothing changes where there is no GPU, or the user has chosen these kernels before.
     """
     cuda, cudnn, memory = torch.backends.cuda, torch.backends.cudnn, torch.utils.deterministic
     if not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled():
@@ -55,7 +82,8 @@ def _added_in_order() -> Iterator[None]:
         cudnn.deterministic = True
         memory.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         try:
-            yield
+            with AttentionInOrder():  # type: ignore[no-untyped-call]
+                yield
         finally:
             torch.set_deterministic_debug_mode("default")
             cuda.enable_cudnn_sdp(before[0])
