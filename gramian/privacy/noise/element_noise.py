@@ -161,16 +161,14 @@ class NoisePlan:
                 own = place.of(drawn).reshape(target.shape)
                 target.detach().copy_((wide(total.detach()) + own) * factor)
                 continue
-            segment, start = divmod(place, chacha.WORDS_PER_NONCE)
-            if start + target.numel() <= chacha.WORDS_PER_NONCE:
-                segments.setdefault(segment, []).append((target, total, start))
-                continue
-            flat_N, total_N, done = target.detach().view(-1), total.detach().view(-1), 0
-            while done < flat_N.numel():
+            done = 0
+            while done < target.numel():
                 segment, start = divmod(place + done, chacha.WORDS_PER_NONCE)
-                count = min(flat_N.numel() - done, chacha.WORDS_PER_NONCE - start)
-                part = (flat_N[done : done + count], total_N[done : done + count], start)
-                segments.setdefault(segment, []).append(part)
+                count = min(target.numel() - done, chacha.WORDS_PER_NONCE - start)
+                some, some_sums = target, total
+                if count < target.numel():
+                    some, some_sums = (t.detach().view(-1)[done : done + count] for t in (target, total))
+                segments.setdefault(segment, []).append((some, some_sums, start))
                 done += count
         for segment, parts in segments.items():
             into, out_of, starts = zip(*parts, strict=True)
