@@ -625,6 +625,8 @@ BUGS = (
         "positions of one row for all samples",
         Edit("layer_forward:run_layer", "if rows == 1:", "if model.batch == -1:"),
         partial(_by_its_layers, _sums("gpt")),
+        red="tests/privacy/test_clipping.py::"
+        "test_backward_gains_the_clipped_sum_and_a_step_moves_by_it_over_the_expected_batch",
     ),
     Mutation(
         "inputs of four axes not flattened",
@@ -789,7 +791,7 @@ BUGS = (
     Mutation(
         "head that trains plainly",
         Edit("OutsideParameters._before_any_step", "self._other_optimizers.add(optimizer)", "pass"),
-        partial(test_integrity.test_a_head_that_trains_plainly_is_refused_at_the_second_backward, None),
+        partial(test_integrity.test_a_head_that_trains_plainly_is_refused_at_the_second_backward, None, False),
     ),
     Mutation(
         "trunk that trains plainly",
@@ -904,6 +906,7 @@ BUGS = (
             test_contract.test_a_weight_used_past_its_layer_is_an_error_that_names_it_on_every_step,
             "auto",
         ),
+        red="tests/privacy/test_contract.py::test_a_weight_used_past_its_layer_is_an_error_that_names_it_on_every_step",
     ),
     Mutation(
         "weight without a gradient refused",
@@ -1162,7 +1165,7 @@ BUGS = (
             "GradientSums.release",
             "total = self._sum_of_pieces(name, scaling)",
             "total = self._sum_of_pieces(name, scaling); "
-            "noise.add_noise_to([total], [total], [noise.place(name, total.shape)], noise_std, number)",
+            "noise.add_noise_to([total], [total], [noise.place(name, total.shape)], std, number)",
         ),
         test_noise_is_added_once_after_the_sum_over_processes,
     ),
@@ -1193,7 +1196,7 @@ BUGS = (
     ),
     Mutation(
         "noise of a metric drawn without it",
-        Edit("GradientSums.release", "if std > 0 and name not in blocks:", "if std > 0:"),
+        Edit("NoisedRelease.noised", "if self._noises and name not in self._blocks}", "if self._noises}"),
         partial(test_metric.test_noise_is_the_inverse_root_of_the_metric_times_that_of_a_run_without_one, "mlp"),
     ),
     Mutation(

@@ -18,7 +18,7 @@ from gramian.core.deferred_read import read_later
 from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
 from gramian.linalg.wide import wide
-from gramian.parallel.data_parallel import as_sharded, local, local_box, reduce_to_shard, wait_for_shard
+from gramian.parallel.data_parallel import as_sharded, local, reduce_to_shard, wait_for_shard
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.privacy.audit.change_detection import ChangeDetector
@@ -26,7 +26,8 @@ from gramian.privacy.clipping.loss_scaling import Scaling
 from gramian.privacy.clipping.step_timing import Stopwatch
 from gramian.privacy.metric.public_metric import PublicMetric
 from gramian.privacy.noise.correlated_noise import CorrelatedNoise
-from gramian.privacy.noise.element_noise import NoisePlan, Place
+from gramian.privacy.noise.element_noise import NoisePlan
+from gramian.privacy.noise.noised_release import NoisedRelease, StoredPart
 
 IN_FLIGHT = 8
 """Largest number of reductions to a shard that run while the next sums are computed."""
@@ -74,10 +75,8 @@ class GradientSums:
         """Function that reads which weights changed between the end of the last backward and the beginning of this one."""
         self._loss_scale = loss_scale
         self._arriving: deque[tuple[str, DTensor]] = deque()
-        self._boxes: dict[str, tuple[slice, ...] | None] = {}
-        """{parameter: what this process stores of it, a slice of each axis; None: all}."""
-        self._places: dict[str, Place] = {}
-        """{parameter: place of the noise of what this process stores of it}."""
+        self._stored: dict[str, StoredPart] = {}
+        """{parameter: what this process stores of it}, of those that had a release."""
         self._tensor_parallel = tensor_parallel
 
     # ---- backward --------------------------------------------------------------------------------------------------
@@ -272,86 +271,39 @@ class GradientSums:
         layer by layer, formed as a whole on every process. The noise of up to 2²⁶ elements is one launch;
         under DDP it begins when their sums over processes have arrived, and those of the next parameters are on their way.
         """
-        noise_std: float | Tensor = std if scaling.inside is None else std * scaling.inside
+        release = NoisedRelease(self.trained, self._stored, noise, number, std, scaling.inside, expected_batch, metric)
         waiting: list[tuple[str, Tensor, Any]] = []
         elements = 0
-        blocks = {} if metric is None else metric.blocks
-        ready: dict[str, Tensor] = {}
-
-        def coloured(name: str, total: Tensor) -> Tensor:
-            """This process's rows of the noise of a parameter in the metric; made for all of its block at once."""
-            if name not in ready:
-                drawn = {other: self._drawn(noise, other, noise_std, number) for other in blocks[name].spec.parameters}
-                ready.update(blocks[name].coloured(drawn))
-            box = self._box_of(name)
-            whole = ready.pop(name)
-            return (whole if box is None else whole[box]).to(total.device)
-
-        def finish(some: list[tuple[str, Tensor, Any]]) -> None:
-            totals = []
-            for name, total, reduction in some:
-                if reduction is not None:
-                    nbytes, cuda = float(total.nbytes), total.is_cuda
-                    with self._stopwatch.time("communication", name, "all-reduce", nbytes=nbytes, cuda=cuda):
-                        reduction.wait()
-                totals.append(total.contiguous())
-            nbytes, cuda = float(sum(total.nbytes for total in totals)), totals[0].is_cuda
-            with self._stopwatch.time("noise", some[0][0], nbytes=nbytes, cuda=cuda):
-                targets = [
-                    total if total.dtype == (p := self.trained[name]).dtype else self._rounded_copy(p)
-                    for (name, *_), total in zip(some, totals, strict=True)
-                ]
-                plain, done = [], []
-                for (name, *_), target, total in zip(some, targets, totals, strict=True):
-                    if std > 0 and name not in blocks:
-                        if name not in self._places:
-                            self._places[name] = noise.place(name, total.shape, self._box_of(name))
-                        plain.append((target, total, self._places[name]))
-                    else:
-                        done.append((target, total if std == 0 else wide(total) + coloured(name, total)))
-                if plain:
-                    into, sums, places = zip(*plain, strict=True)
-                    noise.add_noise_to(into, sums, places, noise_std, number, 1 / expected_batch)
-                if done:
-                    into, sums = zip(*done, strict=True)
-                    torch._foreach_copy_(into, torch._foreach_div(sums, expected_batch))
-            for (name, *_), target in zip(some, targets, strict=True):
-                p = self.trained[name]
-                if isinstance(p, DTensor) or target.stride() != p.stride():
-                    target = as_sharded(_laid_out(target, local(p.detach())), p)
-                if p.grad is not target:
-                    p.grad = target
-
         for name in self.trained:
             total = self._sum_of_pieces(name, scaling)
             waiting.append((name, total, self._parallel.start_sum(total) if self._parallel.uses_ddp else None))
             elements += total.numel()
             if elements >= AT_ONCE:
-                finish(waiting)
+                self._finish(release, waiting)
                 waiting, elements = [], 0
         if waiting:
-            finish(waiting)
+            self._finish(release, waiting)
         self.moved.clear()
         self.watch.clear()  # `p.grad` has its noise now, and may be written to
 
-    def _rounded_copy(self, p: nn.Parameter) -> Tensor:
-        """A contiguous tensor in the dtype of `p`, for its noised gradient: the memory of the present one where that fits."""
-        gradient = None if p.grad is None else local(p.grad)
-        if gradient is not None and gradient.is_contiguous():
-            return gradient
-        return torch.empty(local(p).shape, dtype=p.dtype, device=p.device)
-
-    def _box_of(self, name: str) -> tuple[slice, ...] | None:
-        if name not in self._boxes:
-            self._boxes[name] = local_box(self.trained[name])
-        return self._boxes[name]
-
-    def _drawn(self, noise: NoisePlan | CorrelatedNoise, name: str, std: float | Tensor, number: int) -> Tensor:
-        """std · noise of release `number` for all of a parameter, whichever process stores it."""
-        p = self.trained[name]
-        found = torch.zeros(p.shape, dtype=wide_dtype(p), device=p.device)
-        noise.add_noise_to([found], [found], [noise.place(name, p.shape)], std, number)
-        return found
+    def _finish(self, release: NoisedRelease, waiting: list[tuple[str, Tensor, Any]]) -> None:
+        """Wait for the sums of some parameters over processes, and set their `p.grad`."""
+        sums = {}
+        for name, total, reduction in waiting:
+            if reduction is not None:
+                nbytes, cuda = float(total.nbytes), total.is_cuda
+                with self._stopwatch.time("communication", name, "all-reduce", nbytes=nbytes, cuda=cuda):
+                    reduction.wait()
+            sums[name] = total.contiguous()
+        nbytes, cuda = float(sum(total.nbytes for total in sums.values())), waiting[0][1].is_cuda
+        with self._stopwatch.time("noise", waiting[0][0], nbytes=nbytes, cuda=cuda):
+            noised = release.noised(sums)
+        for name, gradient in noised.items():
+            p = self.trained[name]
+            if isinstance(p, DTensor) or gradient.stride() != p.stride():
+                gradient = as_sharded(_laid_out(gradient, local(p.detach())), p)
+            if p.grad is not gradient:
+                p.grad = gradient
 
     def _sum_of_pieces(self, name: str, scaling: Scaling) -> Tensor:
         """This process's sum over the micro-batches of the Poisson draw; in float32 or float64 if more is added to it."""
