@@ -165,8 +165,11 @@ def main() -> None:
                     for model in models:
                         model.compile()
                 plain, _ = whole(models[0], x, private=False)
+                alone: dict[str, Any] = {}
                 if name == "lora":
                     before = take_turns({"plain": plain}, arguments.rounds, 2, 2)["plain"]
+                    if arguments.profile:
+                        alone = {"busy_and_host": busy_and_host(plain), "kernels": kernels(plain)}
                     private, engine = whole(models[1], x, private=True)
                     times = {"plain": before, "private": take_turns({"p": private}, arguments.rounds, 2, 2)["p"]}
                 else:
@@ -181,8 +184,7 @@ def main() -> None:
                 rows[f"{name} {length}{' compiled' if compiled else ''}"] = found
                 if arguments.profile:
                     found["private"] = profiled(private, engine)
-                    if name != "lora":  # whose plain step is of the model that is private now
-                        found["plain"] = {"busy_and_host": busy_and_host(plain), "kernels": kernels(plain)}
+                    found["plain"] = alone or {"busy_and_host": busy_and_host(plain), "kernels": kernels(plain)}
                 if arguments.forced and not compiled and name != "lora":
                     found["forced_over_plan"] = forced(base, x, private, arguments.rounds)
                     _let_go()  # what a choice without room left behind

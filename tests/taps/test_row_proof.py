@@ -3,6 +3,7 @@
 import gc
 import math
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -777,3 +779,11 @@ def test_only_backwards_of_attention_are_run_under_the_demand_for_a_fixed_order(
         F.scaled_dot_product_attention(x, x, x).sum().backward()
     assert demands.pop(attention) == 2 and set(demands.values()) == {0}
     assert torch.get_deterministic_debug_mode() == 0
+
+
+def test_attention_that_compiles_itself_runs_under_the_demand_too() -> None:
+    x = torch.randn(1, 2, 16, 8)
+    with warnings.catch_warnings(), isolated_runs.AttentionInOrder():
+        warnings.simplefilter("ignore")  # flex_attention would rather be compiled as a whole
+        found = flex_attention(x, x, x)
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(x, x, x))

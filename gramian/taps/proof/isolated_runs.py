@@ -50,6 +50,11 @@ class AttentionInOrder(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True: attention that compiles itself (`flex_attention`) is not refused for this mode."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation as it is, or with the demand around it."""
         if func not in ATTENTION_BACKWARDS:
