@@ -774,11 +774,16 @@ def test_only_backwards_of_attention_are_run_under_the_demand_for_a_fixed_order(
             demands[func] = torch.get_deterministic_debug_mode()
             return func(*args, **(kwargs or {}))
 
+    before = torch.get_deterministic_debug_mode()  # of a run in this process that asked for it
+    torch.set_deterministic_debug_mode("warn")
     x = torch.randn(1, 2, 8, 4, requires_grad=True)
-    with Demands(), isolated_runs.AttentionInOrder():
-        F.scaled_dot_product_attention(x, x, x).sum().backward()
-    assert demands.pop(attention) == 2 and set(demands.values()) == {0}
-    assert torch.get_deterministic_debug_mode() == 0
+    try:
+        with Demands(), isolated_runs.AttentionInOrder():
+            F.scaled_dot_product_attention(x, x, x).sum().backward()
+        assert demands.pop(attention) == 2 and set(demands.values()) == {1}
+        assert torch.get_deterministic_debug_mode() == 1
+    finally:
+        torch.set_deterministic_debug_mode(before)
 
 
 def test_attention_that_compiles_itself_runs_under_the_demand_too() -> None:
