@@ -92,6 +92,25 @@ def test_private_sums_are_those_of_the_loop(use: Callable[..., Tensor]) -> None:
     assert_private_sums_of(network(Mixer(use)), batch(4, 5))
 
 
+def test_a_small_gradient_in_half_precision_is_no_rounding() -> None:
+    """Of a weight that no tap counts: a twentieth of all gradients together at most, which others may be off by."""
+
+    def faintly(own: "Mixer", x: Tensor) -> Tensor:
+        return own.leave(own.enter(x) + 0.05 * F.linear(x, own.rate.weight))
+
+    model, x = network(Mixer(faintly)), batch(3, 5)
+    (model(x).square().sum()).backward()
+    gradients = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+    assert 0 < model[1].rate.weight.grad.norm() < 0.05 * torch.stack(gradients).norm()
+    model.zero_grad()
+    expected = sample_statistics.per_sample_norms(model, lambda m, one: m(one).square().sum(), (x,))
+    model.zero_grad()
+    model.bfloat16()
+    with gramian.per_sample_norms(model, loss_reduction="sum") as norms:
+        model(x.bfloat16()).square().sum().backward()
+    torch.testing.assert_close(norms.values.double(), expected, rtol=3e-2, atol=0)
+
+
 class Coupled(nn.Module):
     """Uses a child's weight, and mixes samples."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gramian.core.errors import GramianError
 from gramian.linalg.wide import wide
-from gramian.taps.audit import AMPLIFIED
+from gramian.taps.audit import AMPLIFIED, amplified
 from gramian.taps.gradients import GroupedOuter, GroupedSum, PerSampleGradient
 from gramian.taps.proof.row_fingerprint import Fingerprint, relative_rounding
 from gramian.taps.records import LayerRecord, ParameterRecord, PassInfo
@@ -194,7 +194,7 @@ def disagreement(
 
     A product of matrices has a float32 or wider accumulator, so its rounding error is ε of the result plus the accumulator's ε
     of the sum of its terms' norms. For every parameter, 64 ε (half precision: 8 ε) or 1e-11 of the norm of all
-    gradients together counts as rounding.
+    gradients together counts as rounding; for one that the taps have no gradient of, ε² or 1e-11.
     If a gradient is not finite, nothing is compared and the result is None.
 
     Args:
@@ -221,7 +221,7 @@ def disagreement(
     for name, sketch in theirs.items():
         mine = sketches.get(name)
         if mine is None:
-            if sketch.norm > floor:
+            if sketch.norm > amplified(info.eps) * total:
                 return name, 0.0, sketch.norm
             continue
         tiny = info.smallest_normal * mine.count**0.5  # below it, numbers lie evenly
