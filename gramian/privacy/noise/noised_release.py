@@ -57,10 +57,10 @@ class NoisedRelease:
             targets, totals = [into[name] for name in plain], list(plain.values())
             places = [self._of(name).place for name in plain]
             self._noise.add_noise_to(targets, totals, places, self._std, self._number, 1 / self._expected_batch)
-        others = {name: total for name, total in sums.items() if name not in plain}
-        if others:
-            totals = [wide(t) + self._in_metric(name, t) if self._noises else t for name, t in others.items()]
-            torch._foreach_copy_([into[name] for name in others], torch._foreach_div(totals, self._expected_batch))
+        rest = {name: total for name, total in sums.items() if name not in plain}  # in the metric, or without noise
+        if rest:
+            totals = [wide(t) + self._in_metric(name, t) if self._noises else t for name, t in rest.items()]
+            torch._foreach_copy_([into[name] for name in rest], torch._foreach_div(totals, self._expected_batch))
         return into
 
     def _target(self, p: nn.Parameter, total: Tensor) -> Tensor:

@@ -72,8 +72,8 @@ def _added_in_order() -> Iterator[None]:
     """Context manager: kernels of a GPU add in a fixed order where torch has such kernels, so that equal runs have equal bits.
 
     Attention adds atomically in its backward: over some thirty layers in half precision two equal runs end percents apart,
-    which would hide a row that changes. It is told to keep an order as `AttentionInOrder` does. Operations that know no order
-    run as they always do. Nothing changes where there is no GPU, or the user has chosen these kernels before.
+    which would hide a row that changes; `AttentionInOrder` makes it keep an order. Operations that have no fixed order run as
+    they always do. Nothing changes where there is no GPU, or the user has chosen these kernels before.
     """
     cuda, cudnn, memory = torch.backends.cuda, torch.backends.cudnn, torch.utils.deterministic
     if not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled():
