@@ -2,10 +2,10 @@
 
 The problems are those of `optimizer_problems`; float32 weights, bf16 autocast, linear warm-up and a cosine to zero that ends at
 the run's own last step. On "bytes", where KFAC's recipe was searched, all are tuned over learning rate, second moment (or
-momentum) and warm-up. On the other problems KFAC runs with its defaults, untuned, and all others are tuned again. Then the
-best of each runs on three seeds, and KFAC and Muon with fewer steps: how many they need for AdamW's loss. Seconds are of
-training alone, after untimed steps that compile the model, which is compiled for every optimizer. Needs a GPU; SOAP and Shampoo
-need the package pytorch_optimizer; "soap-1024" is SOAP that leaves sides of more than 1,024 alone.
+momentum), warm-up and weight decay. On the other problems KFAC runs with its defaults, untuned, and all others are tuned again.
+Then the best of each runs on three seeds, and KFAC and Muon with fewer steps: how many they need for AdamW's loss. Seconds are
+of training alone, after untimed steps that compile the model, which is compiled for every optimizer. Needs a GPU; SOAP and
+Shampoo need the package pytorch_optimizer; "soap-1024" is SOAP that leaves sides of more than 1,024 alone.
 """
 
 import argparse
@@ -40,6 +40,8 @@ class Trial:
     steps: int = 0
     """0: as many as the problem's tuning runs have."""
     warmup: int = 40
+    decay: float = 0.1
+    """Weight decay of matrices; vectors have none."""
     seed: int = 0
     compiled: bool = True
     problem: str = ""
@@ -53,7 +55,8 @@ GRIDS: dict[str, dict[str, list[Trial]]] = {
             *(Trial("kfac", lr, 0.9) for lr in (1e-3, 1.4e-3, 2e-3, 2.8e-3, 4e-3)),
             *(Trial("kfac", lr, 0.95) for lr in (1.4e-3, 2e-3, 2.8e-3)),
             Trial("kfac", 2.8e-3, 0.85),
-            *(Trial("kfac", 2.8e-3, 0.9, warmup=warmup) for warmup in (20, 80)),
+            *(Trial("kfac", 2.8e-3, 0.9, warmup=warmup) for warmup in (20, 80, 160)),
+            *(Trial("kfac", 2.8e-3, 0.9, decay=decay) for decay in (0.03, 0.3)),
         ],
         "adamw": [
             *(Trial("adamw", lr, beta) for beta in (0.95, 0.99) for lr in (7e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3)),
@@ -61,23 +64,34 @@ GRIDS: dict[str, dict[str, list[Trial]]] = {
             *(Trial("adamw", 2e-3, 0.95, warmup=warmup) for warmup in (20, 80, 160, 320)),
             *(Trial("adamw", lr, 0.95, warmup=warmup) for lr in (2.8e-3, 4e-3) for warmup in (160, 320)),
             *(Trial("adamw", lr, 0.99, warmup=160) for lr in (2e-3, 2.8e-3)),
+            *(Trial("adamw", lr, 0.95, warmup=480) for lr in (2e-3, 2.8e-3, 4e-3, 5.6e-3)),
+            *(Trial("adamw", lr, 0.95, warmup=640) for lr in (2.8e-3, 4e-3)),
+            *(Trial("adamw", 4e-3, beta, warmup=480) for beta in (0.9, 0.99)),
+            *(Trial("adamw", 4e-3, 0.95, warmup=480, decay=decay) for decay in (0.03, 0.3)),
+            *(Trial("adamw", lr, 0.99, warmup=320) for lr in (2.8e-3, 4e-3)),
         ],
         "muon": [
             *(Trial("muon", lr, 0.95, rest) for lr in (4e-3, 8e-3, 1.6e-2) for rest in (1e-3, 2e-3)),
             *(Trial("muon", lr, 0.9, 2e-3) for lr in (4e-3, 8e-3, 1.6e-2)),
             *(Trial("muon", 8e-3, beta, 4e-3) for beta in (0.85, 0.9)),
             Trial("muon", 8e-3, 0.85, 2e-3),
-            *(Trial("muon", 8e-3, 0.9, 2e-3, warmup=warmup) for warmup in (20, 80, 160)),
+            *(Trial("muon", 8e-3, 0.9, 2e-3, warmup=warmup) for warmup in (20, 80, 160, 320)),
+            *(Trial("muon", 8e-3, 0.9, 2e-3, warmup=80, decay=decay) for decay in (0.03, 0.3)),
         ],
         "soap": [
             *(Trial("soap", lr, 0.95) for lr in (1e-3, 2e-3, 4e-3, 8e-3)),
             *(Trial("soap", 4e-3, beta) for beta in (0.9, 0.98)),
-            *(Trial("soap", 4e-3, 0.95, warmup=warmup) for warmup in (20, 80, 160, 320, 480)),
+            *(Trial("soap", 4e-3, 0.95, warmup=warmup) for warmup in (20, 80, 160, 320, 480, 640)),
+            Trial("soap", 8e-3, 0.95, warmup=480),
+            *(Trial("soap", 4e-3, 0.95, warmup=320, decay=decay) for decay in (0.03, 0.3)),
         ],
         "shampoo": [
             *(Trial("shampoo", lr, 0.9) for lr in (1e-4, 3e-4, 1e-3, 3e-3)),
-            *(Trial("shampoo", lr, 0.95) for lr in (3e-4, 1e-3)),
-            *(Trial("shampoo", lr, 0.9, warmup=160) for lr in (3e-4, 1e-3)),
+            *(Trial("shampoo", 1e-3, beta) for beta in (0.8, 0.95)),
+            *(Trial("shampoo", lr, 0.9, warmup=160) for lr in (1e-3, 2e-3)),
+            *(Trial("shampoo", 2e-3, 0.9, warmup=warmup) for warmup in (320, 480)),
+            Trial("shampoo", 3e-3, 0.9, warmup=320),
+            *(Trial("shampoo", 2e-3, 0.9, warmup=320, decay=decay) for decay in (0.03, 0.3)),
         ],
         "sgd": [
             *(Trial("sgd", lr, 0.9) for lr in (0.1, 0.3, 1.0, 3.0)),
@@ -87,6 +101,8 @@ GRIDS: dict[str, dict[str, list[Trial]]] = {
             Trial("sgd", 0.01, 0.98),
             Trial("sgd", 0.003, 0.99),
             Trial("sgd", 0.01, 0.995),
+            *(Trial("sgd", 0.01, 0.99, decay=decay) for decay in (0.01, 0.03)),
+            Trial("sgd", 0.01, 0.99, warmup=320),
         ],
     },
     "bpe": {
@@ -98,6 +114,7 @@ GRIDS: dict[str, dict[str, list[Trial]]] = {
             *(Trial("adamw", lr, 0.999, warmup=1000) for lr in (2e-3, 4e-3)),
             Trial("adamw", 2.8e-3, 0.999, warmup=730),
             Trial("adamw", 2.8e-3, 0.9998, warmup=1000),
+            *(Trial("adamw", 2.8e-3, 0.9995, warmup=1000, decay=decay) for decay in (0.03, 0.3)),
         ],
         "muon": [
             *(Trial("muon", lr, 0.8, 4e-3) for lr in (4e-3, 5.6e-3, 8e-3, 1.1e-2)),
@@ -108,6 +125,8 @@ GRIDS: dict[str, dict[str, list[Trial]]] = {
             Trial("muon", 5.6e-3, 0.8, 1.6e-2),
             Trial("muon", 5.6e-3, 0.8, 8e-3, warmup=160),
             *(Trial("muon", 5.6e-3, 0.8, rest) for rest in (3.2e-2, 6.4e-2)),
+            *(Trial("muon", 5.6e-3, 0.8, 3.2e-2, decay=decay) for decay in (0.03, 0.3)),
+            Trial("muon", 5.6e-3, 0.8, 3.2e-2, warmup=160),
         ],
         "soap-1024": [
             *(Trial("soap-1024", 4e-3, beta, warmup=160) for beta in (0.9, 0.95, 0.98)),
@@ -115,10 +134,14 @@ GRIDS: dict[str, dict[str, list[Trial]]] = {
             *(Trial("soap-1024", lr, 0.95, warmup=500) for lr in (2e-3, 4e-3)),
             *(Trial("soap-1024", lr, 0.95) for lr in (1e-3, 4e-3)),
             Trial("soap-1024", 4e-3, 0.95, warmup=1000),
+            *(Trial("soap-1024", 4e-3, 0.95, warmup=500, decay=decay) for decay in (0.03, 0.3)),
         ],
         "shampoo": [
-            *(Trial("shampoo", lr, beta) for beta in (0.9, 0.95) for lr in (1e-4, 3e-4, 1e-3)),
-            *(Trial("shampoo", lr, 0.9, warmup=500) for lr in (3e-4, 1e-3, 3e-3)),
+            *(Trial("shampoo", lr, 0.9) for lr in (3e-4, 1e-3, 3e-3)),
+            *(Trial("shampoo", 1e-3, beta) for beta in (0.8, 0.95)),
+            *(Trial("shampoo", lr, 0.9, warmup=500) for lr in (3e-4, 1e-3, 2e-3, 3e-3)),
+            Trial("shampoo", 2e-3, 0.9, warmup=1000),
+            *(Trial("shampoo", 2e-3, 0.9, warmup=500, decay=decay) for decay in (0.03, 0.3)),
         ],
         "sgd": [
             *(Trial("sgd", lr, beta) for beta in (0.98, 0.99) for lr in (0.01, 0.03, 0.1)),
@@ -126,6 +149,7 @@ GRIDS: dict[str, dict[str, list[Trial]]] = {
             Trial("sgd", 0.03, 0.995),
             *(Trial("sgd", lr, beta) for beta in (0.9, 0.95) for lr in (0.03, 0.1)),
             *(Trial("sgd", lr, 0.98, warmup=500) for lr in (0.03, 0.1)),
+            *(Trial("sgd", 0.03, 0.98, warmup=500, decay=decay) for decay in (0.01, 0.03)),
         ],
     },
 }
@@ -142,16 +166,17 @@ IMAGES: dict[str, list[Trial]] = {
             for lr, warmup in ((2.8e-3, 400), (2e-3, 600), (2.8e-3, 600), (4e-3, 400))
         ),
         Trial("adamw", 2.8e-3, 0.8, warmup=400),
+        *(Trial("adamw", lr, 0.9, warmup=600) for lr in (4e-3, 5.6e-3)),
     ],
     "muon": [
         *(Trial("muon", lr, b, rest) for b in (0.9, 0.95) for lr in (4e-3, 8e-3, 1.6e-2) for rest in (1e-3, 4e-3)),
         *(Trial("muon", lr, 0.9, 8e-3) for lr in (1.6e-2, 3.2e-2)),
         *(Trial("muon", 2e-3, 0.95, rest) for rest in (4e-3, 8e-3)),
-        *(Trial("muon", lr, 0.9, 4e-3) for lr in (3.2e-2, 6.4e-2)),
+        *(Trial("muon", lr, 0.9, 4e-3) for lr in (3.2e-2, 6.4e-2, 0.128)),
     ],
     "soap": [
         *(Trial("soap", lr, beta) for beta in (0.95, 0.99) for lr in (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)),
-        *(Trial("soap", 8e-3, beta) for beta in (0.8, 0.9)),
+        *(Trial("soap", 8e-3, beta) for beta in (0.7, 0.8, 0.9)),
     ],
     "shampoo": [Trial("shampoo", lr, beta) for beta in (0.9, 0.95) for lr in (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)],
     "sgd": [
@@ -161,7 +186,42 @@ IMAGES: dict[str, list[Trial]] = {
         *(Trial("sgd", lr, 0.8) for lr in (0.03, 0.1)),
     ],
 }
-GRIDS |= {"autoencoder": IMAGES, "cnn": IMAGES}
+AROUND: dict[str, list[Trial]] = {
+    "autoencoder": [
+        Trial("adamw", 4e-3, 0.8, warmup=600),
+        Trial("adamw", 4e-3, 0.9, warmup=800),
+        *(Trial("adamw", 4e-3, 0.9, warmup=600, decay=decay) for decay in (0.01, 0.03, 0.3)),
+        Trial("muon", 4e-3, 0.98, 4e-3),
+        *(Trial("muon", 4e-3, 0.95, 4e-3, warmup=warmup) for warmup in (160, 400)),
+        *(Trial("muon", 4e-3, 0.95, 4e-3, decay=decay) for decay in (0.03, 0.3)),
+        *(Trial("soap", 8e-3, 0.9, warmup=warmup) for warmup in (160, 400)),
+        *(Trial("soap", 8e-3, 0.9, decay=decay) for decay in (0.03, 0.3)),
+        Trial("shampoo", 3e-4, 0.8),
+        *(Trial("shampoo", lr, 0.9, warmup=warmup) for warmup in (160, 400, 600) for lr in (1e-3, 3e-3)),
+        *(Trial("shampoo", 1e-3, 0.9, warmup=400, decay=decay) for decay in (0.03, 0.3)),
+        *(Trial("sgd", lr, 0.9, warmup=warmup) for lr, warmup in ((0.03, 400), (0.1, 400), (1.0, 400))),
+        *(Trial("sgd", 0.03, 0.9, decay=decay) for decay in (0.001, 0.01)),
+    ],
+    "cnn": [
+        Trial("adamw", 8e-3, 0.99, warmup=160),
+        *(Trial("adamw", 8e-3, 0.99, decay=decay) for decay in (0.03, 0.3)),
+        *(Trial("muon", 6.4e-2, beta, 4e-3) for beta in (0.8, 0.85)),
+        Trial("muon", 6.4e-2, 0.9, 4e-3, warmup=160),
+        *(Trial("muon", 6.4e-2, 0.9, 4e-3, decay=decay) for decay in (0.03, 0.3)),
+        Trial("soap", 8e-3, 0.999),
+        Trial("soap", 8e-3, 0.99, warmup=160),
+        *(Trial("soap", 8e-3, 0.99, decay=decay) for decay in (0.03, 0.3)),
+        Trial("shampoo", 1e-2, 0.8),
+        Trial("shampoo", 1e-2, 0.9, warmup=160),
+        *(Trial("shampoo", 1e-2, 0.9, decay=decay) for decay in (0.03, 0.3)),
+        Trial("sgd", 0.3, 0.99, warmup=160),
+        *(Trial("sgd", 0.3, 0.99, decay=decay) for decay in (0.001, 0.01, 0.03)),
+        *(Trial("sgd", lr, 0.9, decay=0.001) for lr in (0.1, 0.3, 1.0)),
+    ],
+}
+"""Trials around the best of `IMAGES`, which are of one problem."""
+for _problem, _around in AROUND.items():
+    GRIDS[_problem] = {name: grid + [one for one in _around if one.optimizer == name] for name, grid in IMAGES.items()}
 
 
 @dataclass
@@ -174,7 +234,7 @@ class Stepping:
 
 
 def stepping(problem: Problem, model: nn.Module, trial: Trial) -> Stepping:
-    """Build the optimizers of a trial: decay 0.1 for matrices, none for vectors, fused where torch has that."""
+    """Build the optimizers of a trial, fused where torch has that."""
     hidden = problem.hidden(model)
     if trial.optimizer == "muon":
         hidden = [p for p in hidden if p.dim() == 2]  # torch's Muon takes no others
@@ -183,11 +243,11 @@ def stepping(problem: Problem, model: nn.Module, trial: Trial) -> Stepping:
 
     def groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
         wide, narrow = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() < 2]
-        return [{"params": wide, "weight_decay": 0.1}, {"params": narrow, "weight_decay": 0.0}]
+        return [{"params": wide, "weight_decay": trial.decay}, {"params": narrow, "weight_decay": 0.0}]
 
     nothing = contextlib.nullcontext
     if trial.optimizer == "kfac":
-        own = gramian.optim.KFAC(model, lr=trial.lr, momentum=trial.beta)
+        own = gramian.optim.KFAC(model, lr=trial.lr, momentum=trial.beta, weight_decay=trial.decay)
         return Stepping([own], lambda: own.capture(num_terms=problem.terms, head=problem.head), rest)
     if trial.optimizer == "sgd":
         sgd = torch.optim.SGD(groups(rest), lr=trial.lr, momentum=trial.beta, nesterov=True, fused=True)
@@ -209,8 +269,7 @@ def stepping(problem: Problem, model: nn.Module, trial: Trial) -> Stepping:
             groups(rest),
             lr=trial.lr,
             betas=(trial.beta, 0.99),
-            preconditioning_compute_steps=50 if problem.name == "bpe" else 10,
-            block_size=2048 if problem.name == "bpe" else 512,  # its roots are found one by one
+            preconditioning_compute_steps=50 if problem.name == "bpe" else 10,  # its roots are found one by one
             graft_type=LayerWiseGrafting.RMSPROP,
             moving_average_for_momentum=True,
             decoupled_weight_decay=True,
@@ -221,7 +280,9 @@ def stepping(problem: Problem, model: nn.Module, trial: Trial) -> Stepping:
     adamw = torch.optim.AdamW(groups(rest), lr=rate, betas=(0.9, beta), fused=True)
     if trial.optimizer == "adamw":
         return Stepping([adamw], nothing, rest)
-    muon = torch.optim.Muon(hidden, lr=trial.lr, momentum=trial.beta, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(
+        hidden, lr=trial.lr, momentum=trial.beta, weight_decay=trial.decay, adjust_lr_fn="match_rms_adamw"
+    )
     return Stepping([muon, adamw], nothing, rest)
 
 
