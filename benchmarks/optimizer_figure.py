@@ -4,13 +4,12 @@ Reads benchmarks/results/optimizer_race.json and writes benchmarks/figures/optim
 of KFAC, each with a schedule of its own length.
 """
 
-from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import matplotlib.pyplot as plt
 
-from benchmarks.optimizer_race import _known
+from benchmarks.optimizer_race import known_rows
+from benchmarks.optimizer_tables import NAMES, runs_of
 
 FIGURE = Path(__file__).parent / "figures" / "optimizer_race.png"
 TITLES = {
@@ -28,41 +27,16 @@ COLOURS = {
     "shampoo": "#8a4f9e",
     "sgd": "#888888",
 }
-NAMES = {
-    "kfac": "gramian.optim.KFAC",
-    "muon": "Muon",
-    "adamw": "AdamW",
-    "soap": "SOAP",
-    "soap-1024": "SOAP, sides up to 1,024",
-    "shampoo": "Shampoo",
-    "sgd": "SGD",
-}
-SETTING = ("lr", "beta", "rest", "warmup", "compiled")
-
-
-def best_runs(rows: list[dict[str, Any]], problem: str, name: str) -> list[dict[str, Any]]:
-    """The runs of all seeds with the setting that is best on most seeds (KFAC: its defaults), of full length."""
-    own = [row for row in rows if row["problem"] == problem and row["optimizer"] == name]
-    if not own:
-        return []
-    full = max(row["steps"] for row in own)
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
-    for row in own:
-        default = (row["lr"], row["beta"], row["warmup"]) == (2.8e-3, 0.9, 40)
-        if row["steps"] == full and (default or name != "kfac"):
-            groups[tuple(row[key] for key in SETTING)].append(row)
-    most = max(len(group) for group in groups.values())
-    return min((g for g in groups.values() if len(g) == most), key=lambda g: min(row["loss"] for row in g))
 
 
 def main() -> None:
     """Draw the four problems."""
-    rows = _known("optimizer_race")
+    rows = known_rows("optimizer_race")
     figure, axes = plt.subplots(2, 2, figsize=(11, 8))
     for axis, (problem, title) in zip(axes.flat, TITLES.items(), strict=True):
         ends, early = [], float("inf")
         for name, colour in COLOURS.items():
-            runs = best_runs(rows, problem, name)
+            runs = runs_of(rows, problem, name)
             if not runs:
                 continue
             steps = sorted(int(step) for step in set.intersection(*(set(run["curve"]) for run in runs)))

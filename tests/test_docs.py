@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import optimizer_tables
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -44,6 +46,12 @@ def test_files_that_a_page_names_exist(page):
         r"\b((?:gramian|tests|benchmarks|docs|examples)/[\w/]+\.(?:py|md|toml))\b", page.read_text()
     ):
         assert (ROOT / target).exists(), target
+
+
+def test_tables_of_the_optimizer_race_are_those_of_its_rows():
+    """`python -m benchmarks.optimizer_tables` writes them."""
+    text = optimizer_tables.PAGE.read_text()
+    assert "<!-- race -->" in text and optimizer_tables.page(text) == text
 
 
 def test_the_table_of_changes_names_files_that_exist():

@@ -147,7 +147,7 @@ def _curvature(run: RunData) -> list[str]:
         f"Factors are refreshed every "
         f"{options['update_freq']} steps ({record['refreshes']:,} refreshes in {record['steps']:,} steps, "
         f"{len(record['dropped'])} dropped), averaged with decay {options['ema_decay']:g}, damped with "
-        f'λ = {options["damping"]:g} ("{options["damping_mode"]}") under policy "{policy_of(options)}"'
+        f'{_damping(options)} ("{options["damping_mode"]}") under policy "{policy_of(options)}"'
     )
     if share is not None:
         text += f"; the clip at κ_max = {options['max_condition_number']:g} raises {share:.2%} of the eigenvalues"
@@ -155,6 +155,14 @@ def _curvature(run: RunData) -> list[str]:
         scaled = f"{sum(scale < 1 for scale in known)} of the {len(known)} logged steps"
         text += f". A trust region of {bound:g} nats scales down {scaled}"
     return [f"{text}."]
+
+
+def _damping(options: Mapping[str, Any]) -> str:
+    """The λ of both sides, or of A and of G where they were given."""
+    value_A, value_G = (
+        options["damping"] if options.get(side) is None else options[side] for side in ("damping_A", "damping_G")
+    )
+    return f"λ = {value_A:g}" if value_A == value_G else f"λ_A = {value_A:g} and λ_G = {value_G:g}"
 
 
 def _versions(run: RunData) -> str:

@@ -59,6 +59,21 @@ def test_private_files_are_for_their_owner_alone(tmp_path: Path) -> None:
         HashedFile(tmp_path / "c", rename=False)
 
 
+@pytest.mark.parametrize("private", [False, True])
+def test_what_a_killed_writer_left_is_gone_after_the_next_write(private: bool, tmp_path: Path) -> None:
+    (tmp_path / ".tmp-a").write_text("half")
+    replace_file(tmp_path / "a", b"whole", private=private)
+    assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a").read_bytes() == b"whole"
+
+
+def test_a_private_file_is_never_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("before")
+    (tmp_path / ".tmp-a").symlink_to(tmp_path / "other")
+    replace_file(tmp_path / "a", b"secret", private=True)
+    assert (tmp_path / "other").read_text() == "before" and not (tmp_path / "a").is_symlink()
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o600
+
+
 def test_differences_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a"
     record = replace_file(path, b"content")

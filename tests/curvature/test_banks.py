@@ -155,6 +155,74 @@ def test_other_ways_to_count_tokens_take_each_expert_by_itself(options: dict[str
         assert found.record()["layers"]["experts.up[0]"]["T"] == B
 
 
+def routed(own: nn.Module, h: Tensor, x: Tensor) -> Tensor:
+    """Token i goes to expert i mod 3."""
+    rows, to, out = h.flatten(0, 1), (x % 3).flatten(), torch.zeros_like(h).flatten(0, 1)
+    for e in range(3):
+        here = (to == e).nonzero()[:, 0]
+        if len(here):
+            out = out.index_add(0, here, torch.tanh(rows[here] @ own.up[e]) @ own.down[e])
+    return out.view_as(h)
+
+
+class Alone(nn.Module):
+    """Experts in a module of their own, whose products are recorded as they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.zeros(3, D, H)), nn.Parameter(torch.zeros(3, H, D))
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return routed(self, h, x)
+
+
+class Beside(Alone):
+    """Experts beside a child, so that the layer runs again sample by sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(D, D)
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return self.last(super().forward(h, x))
+
+
+class Routed(nn.Module):
+    """Experts under an embedding; with `own` None their parameters are the model's."""
+
+    def __init__(self, own: type[Alone] | None) -> None:
+        super().__init__()
+        self.first, self.head = nn.Embedding(7, D), nn.Linear(D, V)
+        self.experts = own() if own else None
+        if own is None:
+            self.up, self.down = nn.Parameter(torch.zeros(3, D, H)), nn.Parameter(torch.zeros(3, H, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.head(h + (routed(self, h, x) if self.experts is None else self.experts(h, x)))
+
+
+ROUTED = [(n, own, by) for n in (1, 4) for own in (None, Alone, Beside) for by in ("weights", "backward")]
+
+
+@pytest.mark.parametrize("case", ROUTED, ids=lambda case: "-".join(map(named, case)))
+def test_padding_that_is_routed_is_not_counted(case: tuple[int, type[Alone] | None, str]) -> None:
+    """A of an expert is that of its tokens with a loss term, whether weights say which have one or the backward shows it."""
+    samples, own, by = case
+    x = torch.tensor([[0, 3, 6, 1], [2, 1, 3, 5], [4, 0, 2, 6], [5, 3, 1, 0]])[:samples]
+    y = classes(V, samples, 4)
+    y[0, 3:] = y[1:2, 2:] = y[3:, 1:] = -100
+    model, found, w = seeded(lambda: Routed(own)), kfac(strict=samples > 1), (y != -100).double()
+    with found.capture(model, num_terms=int(w.sum()), token_weights=w if by == "weights" else None):
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+    assert not found.record()["padding_counted"]
+    for e in range(3):
+        name = f"up[{e}]" if own is None else f"experts.up[{e}]"
+        tokens = model.first.weight.detach()[x[(y != -100) & (x % 3 == e)]]
+        if len(tokens):
+            assert_close(found.kfac_factors[name].A.to_dense(), tokens.mT @ tokens / len(tokens), 1e-10, name)
+
+
 def test_all_experts_of_a_product_are_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = list[int]()
     plain = token_moments.ragged_products

@@ -140,6 +140,26 @@ def test_the_condition_is_a_bound_and_exact_once_decomposed(case: Case) -> None:
     assert decomposed == (isinstance(case.factor, Spectral) and float(case.matrix.norm()) > 0)
 
 
+def test_a_bound_is_the_same_before_and_after_a_decomposition(case: Case) -> None:
+    """What it decides (Cholesky or eigenvectors, float32 or float64) does not depend on earlier calls."""
+    before = float(case.factor.largest_bound())
+    case.factor.power(normal(case.factor.dim, 1), -0.5, DAMPING)
+    assert float(case.factor.largest_bound()) == before == case.factor.bound()
+
+
+@pytest.mark.parametrize("columns", [17, 18, 40])
+def test_a_basis_of_as_many_columns_as_rows_is_as_exact_as_any_other(columns: int) -> None:
+    """Singular values from 1 to 1e-5, as gradients of a softmax have: the smallest eigenvectors Q = U W are inaccurate."""
+    left, right = (torch.linalg.qr(normal(n, 18, seed=n)).Q for n in (18, 40))
+    u = (left * torch.logspace(0, -5, 18, dtype=torch.float64) @ right.mT @ normal(40, columns)).float()
+    y, m = normal(18, 3).float(), u.double() @ u.mT.double()
+    values, vectors = torch.linalg.eigh(m)
+    for p in (-1.0, -0.5, 0.5, 1.0):
+        want = vectors @ ((values.clamp(min=0) + 0.03).pow(p)[:, None] * (vectors.mT @ y.double()))
+        off = float(distance(LowRank.of(u).power(y, p, 0.03).double(), want))
+        assert off <= 3e-7, p
+
+
 def test_what_is_read_from_many_factors_together_is_theirs() -> None:
     factors = [make().factor for make in CASES.values()]
     fetch_bounds(factors)

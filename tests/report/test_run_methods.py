@@ -84,6 +84,10 @@ def test_the_page_follows_the_files_and_nothing_else(trained: Path) -> None:
     ):  # fmt: skip
         assert text in page, text
     assert "trust region" not in page and "nothing was joined" not in page
+    assert 'damped with λ = 0.03 ("pi")' in page
+    kfac["options"] |= {"damping_mode": "factored", "damping_A": 0.1, "damping_G": 0.001}
+    page = run_methods(changed(run, kfac=kfac))
+    assert 'damped with λ_A = 0.1 and λ_G = 0.001 ("factored")' in page and "λ = 0.03" not in page
     config = {**run.config, "optimizer": {"kind": "sgd", "lr": 0.5, "momentum": 0.25, "max_norm": 0.0}}
     page = run_methods(dataclasses.replace(run, config=config))
     assert "SGD with momentum 0.25 on natural gradients with a peak learning rate of 0.5" in page

@@ -286,7 +286,10 @@ class Block:
         c_RS = self.A.to_basis(G.to_basis(y).mT).mT
         sigma, alpha = G.spectrum, self.A.spectrum  # now as exact as the bases
         products = sigma.to(y)[:, None] * alpha.to(y)[None, :] + value
-        outside = 0.0 if G.complete and self.A.complete else max(value, floor) ** p
+        if not (G.complete and self.A.complete):
+            outside = max(value, floor) ** p
+        else:  # any number is exact: `Spectral.power`
+            outside = 0.0 if G.orthonormal and self.A.orthonormal else float(raised(products.min(), floor)) ** p
         out = self.A.from_basis(G.from_basis((raised(products, floor).pow(p) - outside) * c_RS).mT).mT
         out = out.add_(y, alpha=outside) if outside else out
         self._clip_joint(products, value, floor, damping)

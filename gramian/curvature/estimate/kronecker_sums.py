@@ -137,7 +137,7 @@ class KroneckerSums(SumsOfOneCapture):
     def _add_bank(self, sums: dict[str, BlockSums], parts: Mapping[str, BankPart], record: LayerRecord) -> None:
         """Add the rows of one call to the sums of the matrices of a bank that have some."""
         assert self._keeps is not None and isinstance(record.info, RefreshPass)
-        bank, weights_K = self.selection.of_bank(next(iter(parts.values())).bank, record.info)
+        bank, weights_K = self.selection.of_bank(next(iter(parts.values())).bank, record.info, record.layer)
         inputs, gradients, spans = list[TokenMoment](), list[TokenMoment](), list[tuple[int, int]]()
         for name, part in parts.items():
             begin, end = bank.span(part.number)

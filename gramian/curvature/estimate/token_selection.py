@@ -100,13 +100,19 @@ class TokenSelection:
         if sides.positions_BT is not None:
             return
         batch, tokens = info.rows, sides.gradients_BTO.shape[1]
-        counted = self._counted[info.number, layer] = self._counted.get((info.number, layer), 0) + batch * tokens
-        if info.token_weights is not None or counted <= info.num_terms:
-            return
         with_term_BT = self._with_term.get(info.number)
         fits = with_term_BT is None or with_term_BT.shape[1] in (1, tokens) or tokens == 1
+        self._note(batch * tokens, info, layer, fits)
+
+    def _note(self, tokens: int, info: RefreshPass, layer: str, fits: bool) -> None:
+        """Count `tokens` of a layer; record it in `padded` if they outnumber the loss terms and it is not known which have one.
+
+        Nothing is known if no mask was found in this pass, or if it does not fit (`fits`) the layer's tokens.
+        """
+        counted = self._counted[info.number, layer] = self._counted.get((info.number, layer), 0) + tokens
         reports = info.tensor_parallel is None or info.tensor_parallel.first
-        if reports and (info.number not in self._with_term or not fits):
+        unknown = info.token_weights is None and (info.number not in self._with_term or not fits)
+        if reports and unknown and counted > info.num_terms:
             self.padded[layer] = (counted, info.num_terms)
 
     def choose(self, sides: Sides, info: RefreshPass, layer: str, keep: StoragePolicy) -> ChosenTokens:
@@ -149,13 +155,25 @@ class TokenSelection:
             self._chosen[memo] = chosen
         return chosen
 
-    def of_bank(self, bank: BankSides, info: RefreshPass) -> tuple[BankSides, Tensor | None]:
-        """(rows of a bank whose tokens count, their weights w; None: all are 1). With token weights it waits for the device."""
+    def of_bank(self, bank: BankSides, info: RefreshPass, layer: str) -> tuple[BankSides, Tensor | None]:
+        """(rows of a bank whose tokens count, their weights w; None: all are 1).
+
+        Waits for the device where tokens have weights, or some have no loss term.
+        """
+        samples_K, tokens_K = bank.owners_K >> BITS, bank.owners_K & ((1 << BITS) - 1)
         if info.token_weights is None:
-            return bank, None
+            with_term_BT = self._with_term.get(info.number)
+            if with_term_BT is None and info.number in self._with_term:
+                return bank, None
+            fits = with_term_BT is not None and (with_term_BT.shape[1] == 1 or _below(tokens_K, with_term_BT.shape[1]))
+            if with_term_BT is None or not fits:
+                self._note(len(bank.owners_K.unique()), info, layer, fits=False)
+                return bank, None
+            live_K = with_term_BT[samples_K, tokens_K if with_term_BT.shape[1] > 1 else 0]
+            live_K = live_K | (bank.gradients_RO[bank.order_K] != 0).any(-1)
+            return (bank if bool(live_K.all()) else bank.only(live_K)), None
         weights_BT = info.token_weights.to(bank.owners_K.device).double()
-        tokens_K = bank.owners_K & ((1 << BITS) - 1)
-        weights_K = weights_BT[bank.owners_K >> BITS, tokens_K if weights_BT.shape[1] > 1 else 0]
+        weights_K = weights_BT[samples_K, tokens_K if weights_BT.shape[1] > 1 else 0]
         counts_K = weights_K > 0
         weights_K = weights_K[counts_K]
         return bank.only(counts_K), None if bool((weights_K == 1).all()) else weights_K
@@ -174,10 +192,9 @@ class TokenSelection:
     def _weights(self, sides: Sides, info: RefreshPass, layer: str) -> Tensor | None:
         """Weights [B, T] of a layer's tokens, from the user or from padding; None: all are 1. A wrong T is a GramianError."""
         batch, tokens = sides.gradients_BTO.shape[:2]
-        weights = info.token_weights
-        if weights is None:
-            weights = self._not_padding(sides, info)
-        if weights is not None:
+        weights = self._not_padding(sides, info)
+        if info.token_weights is not None:
+            weights = info.token_weights
             known = (weights, *info.other_weights)
             weights = next((w for w in known if w.shape[1] in (1, tokens)), weights)
             weights = weights.to(sides.gradients_BTO.device).double()
@@ -190,7 +207,8 @@ class TokenSelection:
                 weights = weights.expand(-1, tokens)
             elif weights.shape[1] != tokens:
                 raise GramianError(
-                    f"token_weights: {layer} sees {tokens} tokens per sample, the weights have {weights.shape[1]}; "
+                    f"token_weights: {layer or 'the model itself'} sees {tokens} tokens per sample, "
+                    f"the weights have {weights.shape[1]}; "
                     f"expected shape [{batch}, {tokens}], or [{batch}, 1]"
                 )
         if sides.counted_BT is not None:
@@ -203,9 +221,14 @@ class TokenSelection:
         None: all tokens count, or it is not known which do. Layers with equal masks get the same tensor object.
         """
         with_term_BT, tokens = self._with_term.get(info.number), sides.gradients_BTO.shape[1]
-        if info.token_weights is not None or with_term_BT is None or sides.positions_BT is not None:
+        if info.token_weights is not None or with_term_BT is None:
             return None
-        if tokens == 1:  # behind a pooling, or one token for a sample
+        if sides.positions_BT is not None:
+            if with_term_BT.shape[1] > 1:
+                if not _below(sides.positions_BT, with_term_BT.shape[1]):
+                    return None
+                with_term_BT = with_term_BT.gather(1, sides.positions_BT.clamp(min=0)) | (sides.positions_BT < 0)
+        elif tokens == 1:  # behind a pooling, or one token for a sample
             with_term_BT = with_term_BT.any(1, keepdim=True)
         elif with_term_BT.shape[1] not in (1, tokens):
             return None
@@ -215,3 +238,8 @@ class TokenSelection:
                 return known
         self._masks.append(live_BT)
         return live_BT
+
+
+def _below(numbers: Tensor, limit: int) -> bool:
+    """Whether all numbers are below a limit. Waits for the device."""
+    return not numbers.numel() or int(numbers.max()) < limit

@@ -95,9 +95,7 @@ class Dense(Decomposable):
         return norm
 
     def largest_bound(self) -> Tensor:
-        """Upper bound of the largest eigenvalue, 0-dim float64: the eigenvalue itself once M is decomposed, else ‖M‖_F."""
-        if self._eigen is not None and not self.work.fallback:
-            return self._eigen[0].max().double()
+        """Upper bound of the largest eigenvalue, 0-dim float64: ‖M‖_F."""
         if self._largest is None:
             self._largest = self.frobenius()
         return self._largest

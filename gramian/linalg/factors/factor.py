@@ -108,7 +108,7 @@ class Factor(ABC):
 
     @abstractmethod
     def largest_bound(self) -> Tensor:
-        """Upper bound of the largest eigenvalue of M, 0-dim float64; exact once M is decomposed."""
+        """Upper bound of the largest eigenvalue of M by its norm, 0-dim float64; the same before and after a decomposition."""
 
     @abstractmethod
     def diagonal(self) -> Tensor:
@@ -172,10 +172,11 @@ class Factor(ABC):
         return self.dense()
 
     def bound(self) -> float:
-        """Upper bound of the largest eigenvalue as a float, read from the device once; exact once M is decomposed."""
-        known = self.extremes()
-        if known is not None:
-            return known[1]
+        """Upper bound of the largest eigenvalue as a float, read from the device once.
+
+        It does not depend on what was computed before, so that what it decides (Cholesky or eigenvectors, float32 or float64)
+        is the same at every call.
+        """
         if self._bound is None:
             self._bound = float(self.largest_bound())
         return self._bound
@@ -242,6 +243,9 @@ class Factor(ABC):
 class Spectral(Factor):
     """A factor with eigenvectors: M = Q diag(σ) Qᵀ with Q [n, r]; M is 0 in directions orthogonal to Q."""
 
+    orthonormal: bool = True
+    """Whether the columns of Q are orthonormal to rounding; False where those of a σ far below the largest may not be."""
+
     @property
     @abstractmethod
     def spectrum(self) -> Tensor:
@@ -269,7 +273,8 @@ class Spectral(Factor):
         """(M + λI)^p Y = f₀Y + Q (f(σ) − f₀) QᵀY with f(σ) = (σ + λ)^p, f₀ = f(0): exact for every real p. 4·n·r·k FLOPs.
 
         λ = `damping`; with `max_condition` κ, eigenvalues σ + λ below (σ_max + λ)/κ are raised to it. Subtracting f₀ before Q
-        is applied makes directions with σ far below λ, whose eigenvectors are inaccurate, contribute almost nothing.
+        is applied makes directions with σ far below λ, whose eigenvectors are inaccurate, contribute almost nothing. If Q spans
+        the whole space, every f₀ is exact: f₀ = f(σ_min) for a Q that is not `orthonormal`, else 0.
 
         Raises:
             GramianError: for a negative power of a singular matrix without damping.
@@ -282,9 +287,9 @@ class Spectral(Factor):
         y_NK = y_NK.to(torch.promote_types(self.working_dtype(lowest, p), y_NK.dtype))
         c_RK = self.to_basis(y_NK)  # first: the spectrum is then as exact as the basis
         f_R = raised(self.spectrum.double() + damping, floor).pow(p).to(y_NK)
-        if self.complete:
+        if self.complete and self.orthonormal:
             return self.from_basis(f_R[:, None] * c_RK).to(given)
-        outside = float(lowest**p)
+        outside = float(f_R[self.spectrum.argmin()] if self.complete else lowest**p)
         return (outside * y_NK + self.from_basis((f_R - outside)[:, None] * c_RK)).to(given)
 
     def clip(self, damping: float, max_condition: float) -> Clip:
@@ -369,7 +374,7 @@ def fetch_traces(factors: Sequence[Factor]) -> dict[int, float]:
 
 def fetch_bounds(factors: Sequence[Factor]) -> None:
     """Compute and store upper bounds of the largest eigenvalues of many factors, waiting for each device once."""
-    unknown = [factor for factor in factors if factor._bound is None and factor.extremes() is None]
+    unknown = [factor for factor in factors if factor._bound is None]
     by_device: dict[torch.device, list[Factor]] = {}
     for factor in unknown:
         by_device.setdefault(factor.device, []).append(factor)

@@ -26,6 +26,7 @@ class LowRank(Decomposable):
     """
 
     kind = "low rank"
+    orthonormal = False  # Q = U W multiplies the rounding of a product with U by up to √(σ_max/σ)
 
     def __init__(self, columns: Stored | Columns) -> None:
         """Reference the columns U [n, r]; nothing is copied or computed."""
@@ -73,12 +74,13 @@ class LowRank(Decomposable):
         return norm
 
     def largest_bound(self) -> Tensor:
-        """Upper bound of the largest eigenvalue, 0-dim float64: the eigenvalue once M is decomposed, else 1.001·‖UᵀU‖_F."""
-        if self._eigen is not None:
-            return self._eigen[0].max().double() if len(self._eigen[0]) else torch.zeros((), dtype=torch.float64)
+        """Upper bound of the largest eigenvalue, 0-dim float64: 1.001·‖UᵀU‖_F."""
+        return self._norm_of(self.columns.cached_gram(exact=False)) if self._largest is None else self._largest
+
+    def _norm_of(self, gram: Tensor) -> Tensor:
+        """Store the bound 1.001·‖UᵀU‖_F, unless there is one, and return it; UᵀU may be off by 1e-4."""
         if self._largest is None:
-            norm: Tensor = torch.linalg.vector_norm(self.columns.cached_gram(exact=False))
-            self._largest = norm * (1 + 1e-3)  # the Gram may be off by 1e-4
+            self._largest = torch.linalg.vector_norm(gram) * (1 + 1e-3)
         return self._largest
 
     def extremes(self) -> tuple[float, float] | None:
@@ -107,6 +109,7 @@ class LowRank(Decomposable):
         """
         if self._eigen is None:
             gram = self.columns.take_gram()
+            self._norm_of(gram)  # while UᵀU is there
             try:
                 values, vectors, self.work.decomposed = eigendecompose(gram)
             except GramianError as error:

@@ -5,6 +5,7 @@ gradient is the output's; where `vmap` fails, as on experts that see some tokens
 forwards and a backward of the layer.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -126,7 +127,12 @@ def _one_by_one(
                 calls.setdefault(tokens.key, []).append(tokens)
         samples.append({key: _joined(tokens) for key, tokens in calls.items()})
         outputs.append([y.detach() for y in ys])
-    found = {key: _stacked([sample.get(key) for sample in samples]) for key in forms}
+    lengths: dict[str, set[int]] = {}
+    for key, sample in itertools.product(forms, samples):
+        sides = sample.get(key)
+        lengths.setdefault(owner(key), set()).add(sides.gradients_BTO.shape[1] if isinstance(sides, Sides) else 0)
+    routed = {name for name, seen in lengths.items() if len(seen) > 1}
+    found = {key: _stacked([sample.get(key) for sample in samples], owner(key) in routed) for key in forms}
     return _of_all_parts(found), [torch.stack(column) for column in zip(*outputs, strict=True)]
 
 
@@ -146,10 +152,11 @@ def _joined(calls: Sequence[MatrixTokens]) -> Sides | str:
     return Sides(a_BTI, g_BTO, counted_BT, positions_BT=positions_BT, layout=first.layout, recorded=True)
 
 
-def _stacked(samples: Sequence[Sides | str | None]) -> Sides | str:
-    """The tokens of all samples; where their numbers differ (routed tokens), with a mask.
+def _stacked(samples: Sequence[Sides | str | None], routed: bool) -> Sides | str:
+    """The tokens of all samples of one matrix.
 
-    Such tokens are of unknown position: those on which no loss depends (padding) are known by a gradient of zero, and masked.
+    `routed`: numbers of tokens differ between samples or between matrices of one parameter. Such tokens are of unknown
+    position: those on which no loss depends (padding) are known by a gradient of zero, and masked.
     """
     refused = next((one for one in samples if isinstance(one, str)), None)
     first = next((one for one in samples if isinstance(one, Sides)), None)
@@ -167,7 +174,7 @@ def _stacked(samples: Sequence[Sides | str | None]) -> Sides | str:
     inputs, gradients, counted = found
     assert inputs is not None and gradients is not None
     positions = None
-    if min(lengths) < max(lengths):
+    if routed:
         real = (gradients != 0).any(-1)
         counted = real if counted is None else counted & real
         positions = torch.full(gradients.shape[:2], -1, device=gradients.device)
