@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
 from gramian.curvature.apply.natural_gradient import ready_natural_gradient
 from gramian.curvature.blocks.consistency import unique_parameters
@@ -113,13 +115,10 @@ class _NaturalStep:
             return
         dots: dict[str, Tensor] | None = None if self._kl_clip is None else {}
         natural = ready_natural_gradient(kfac.state, unwrap(self._model), gradients, dots=dots)
-        if dots is None:
-            for name, gradient in gradients.items():
-                gradient.copy_(natural[name])
-            return
-        scale = kfac.state.trust_region = self._scale(optimizer, trained, dots)
-        for name, gradient in gradients.items():
-            gradient.copy_(natural[name] * scale)
+        scale = None if dots is None else self._scale(optimizer, trained, dots)
+        if scale is not None:
+            kfac.state.trust_region = scale
+        _overwrite(gradients, natural, scale)
 
     def _trained(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
         """{name in the model: parameter} of the optimizer's parameters that train; the model is walked if one is new."""
@@ -137,24 +136,54 @@ class _NaturalStep:
         rates: dict[int, float] = {}
         for place, group in enumerate(optimizer.param_groups):
             first = self._first_rates[place] if place < len(self._first_rates) else group["lr"]
-            rates |= dict.fromkeys(map(id, group["params"]), float(group.get("initial_lr", first)))
+            rate = float(group.get("initial_lr", first))
+            if rate == 0 and float(group["lr"]) > 0:
+                raise GramianError(
+                    "kl_clip: bounds no step of a schedule that starts from lr 0; expected an optimizer made with the rate that "
+                    "the schedule multiplies, or kl_clip=None"
+                )
+            rates |= dict.fromkeys(map(id, group["params"]), rate)
         blocks = self._kfac.kfac_factors
         squares, parts = [], []
         for name, dot in dots.items():
             members = blocks[name].spec.parameters if name in blocks else (name,)
             owners = {owner(member) for member in members} & trained.keys()
             squares.append(max(rates[id(trained[one])] for one in owners) ** 2)
-            parts.append(dot.double())
+            parts.append(dot)
         where = parts[0].device
         if self._squares is None or self._squares[0] != (squares, where):  # a copy to the device waits for it
             self._squares = (squares, where), torch.tensor(squares, dtype=torch.float64).to(where)
-        kl = 0.5 * (torch.stack([part.to(where) for part in parts]) @ self._squares[1])
+        kl = 0.5 * (torch.stack([part.to(where) for part in parts]).double() @ self._squares[1])
         kl = kl.clamp(min=0)
         loss_scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales inside its step
         if loss_scale is not None:
             kl = kl / loss_scale.double().to(kl.device) ** 2
         assert self._kl_clip is not None
         return (self._kl_clip / kl.clamp(min=torch.finfo(torch.float64).tiny)).sqrt().clamp(max=1.0)
+
+
+def _overwrite(gradients: Mapping[str, Tensor], natural: Mapping[str, Tensor], scale: Tensor | None) -> None:
+    """Write s·natural into the gradients, s = `scale` (None: 1), by multi-tensor operations, which are few kernels on a GPU.
+
+    Tensors of one device and dtypes go together; apart from them those whose strides are not their gradient's (views of padded
+    stacks), since one of these in a multi-tensor copy has all tensors copied one by one. The product is rounded in the dtype of
+    the natural gradient and then to that of the gradient. Of DTensors each process writes its own shards.
+    """
+    kinds: dict[tuple[object, ...], list[tuple[Tensor, Tensor]]] = {}
+    for name, gradient in gradients.items():
+        to, given = (t.to_local() if isinstance(t, DTensor) else t for t in (gradient, natural[name]))
+        kinds.setdefault((to.device, to.dtype, given.dtype, to.stride() == given.stride()), []).append((to, given))
+    for pairs in kinds.values():
+        into, values = [to for to, _ in pairs], [given for _, given in pairs]
+        if scale is None:
+            torch._foreach_copy_(into, values)
+            continue
+        factor = scale.to(into[0].device, wide_dtype(values[0]))  # of another dtype than the tensors it is slower
+        if into[0].dtype == values[0].dtype:  # copies lie as gradients do, so they are multiplied together
+            torch._foreach_copy_(into, values)
+            torch._foreach_mul_(into, factor)
+        else:
+            torch._foreach_copy_(into, torch._foreach_mul(values, factor))
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

@@ -2,15 +2,22 @@
 
 import copy
 import math
+from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gramian
 from gramian.curvature.apply.natural_gradient import ready_natural_gradient
+from gramian.linalg import Dense
+from gramian.optim.precondition import _overwrite
+from tests.curvature.problems import normal
 from tests.curvature.small import Net, assert_near, assert_same, kept, loss_of, net, opened, refresh, words
+from tests.curvature.uses import flat, names_of, written_out
 from tests.kit.refusals import refusal, refused
 
 OPTIMIZERS = pytest.mark.parametrize(
@@ -230,6 +237,41 @@ def test_a_batch_that_overflows_is_skipped_by_the_scaler_and_dropped_by_the_curv
     assert not torch.equal(model.q.weight, before["q.weight"])
 
 
+# ---- gradients are overwritten ---------------------------------------------------------------------------------------
+
+
+class _Operations(TorchDispatchMode):
+    """Counts calls of operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradients_of_all_dtypes_and_layouts_are_overwritten_together_as_one_by_one(scaled: bool) -> None:
+    """Bit for bit; with operations for every kind of tensor and not for every tensor."""
+    scale = torch.tensor(0.1234567890123, dtype=torch.float64) if scaled else None
+    gradients, natural = {}, {}
+    dtypes = [(torch.float32,) * 2, (torch.float64,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)]
+    for number, (to, given) in enumerate([*dtypes, (torch.float32, torch.float64)] * 3):
+        drawn = normal(7, 6, seed=number).to(given)
+        for layout, value in {"whole": drawn, "part": drawn[:, :5], "turned": drawn.mT, "vector": drawn[:, 0]}.items():
+            natural[f"{number}.{layout}"] = value
+            gradients[f"{number}.{layout}"] = torch.zeros(value.shape, dtype=to)
+    expected = {name: torch.empty_like(t) for name, t in gradients.items()}
+    for name, t in expected.items():
+        t.copy_(natural[name] if scale is None else natural[name] * scale)
+    with _Operations() as seen:
+        _overwrite(gradients, natural, scale)
+    assert_same(gradients, expected)
+    assert seen.count["_foreach_copy_"] <= 10 and not seen.count["copy_"] and not seen.count["mul"]
+
+
 # ---- trust region ----------------------------------------------------------------------------------------------------
 
 
@@ -253,6 +295,50 @@ def test_the_clip_bounds_the_step_measured_by_the_damped_fisher_exactly(kl_clip:
     scale = min(1.0, math.sqrt(kl_clip / unclipped))
     for name in natural:
         assert_near(step[name], -rate * scale * natural[name], 1e-9)
+
+
+def _damped_fisher(kfac: gramian.KFACNaturalGradient, model: nn.Module) -> Tensor:
+    """F + damping [P, P], every side written out in float64."""
+    damped = []
+    for block in kfac.kfac_factors.values():
+        damping = block.damping
+        assert damping is not None
+        shift = {"G": 0.0, "A": 0.0} if damping.joint else {"G": damping.lambda_G, "A": damping.lambda_A}
+        G, A = (
+            None if factor is None else Dense.of(factor.to_dense() + shift[side] * torch.eye(factor.dim).double())
+            for side, factor in (("G", block.G), ("A", block.A))
+        )
+        assert G is not None
+        damped.append(block.with_factors(A, G, block.facts))
+    F = written_out(SimpleNamespace(kfac_factors={block.spec.name: block for block in damped}), model)
+    return F + (kfac.options.damping * torch.eye(len(F)) if kfac.options.damping_mode == "joint" else 0.0)
+
+
+@pytest.mark.parametrize("mode", ["factored", "pi", "joint"])
+@pytest.mark.parametrize("rates", ["scheduled", "scheduled before", "set"])
+@pytest.mark.parametrize("kl_clip", [1e-4, 1e3], ids=["binding", "not binding"])
+def test_the_trust_region_follows_the_schedule(kl_clip: float, rates: str, mode: str) -> None:
+    """½ δᵀ(F + damping)δ of a step δ at the rate lr is (lr/lr₀)² min(kl_clip, KL) for a schedule that starts from lr₀."""
+    model, kfac, first = net(dtype=torch.float64), make(damping_mode=mode), 4.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=first)
+    scheduler = None if rates == "set" else torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    if rates == "scheduled before":  # as of a run that is resumed
+        optimizer.param_groups[0]["lr"] *= 0.5
+    gramian.precondition(optimizer, model, kfac, kl_clip=kl_clip)
+    for step in range(4):
+        refresh(kfac, model, words(seed=step))
+        F, names, before = _damped_fisher(kfac, model), names_of(model), _parameters(model)
+        gradient, rate = flat(_gradients(model), names), optimizer.param_groups[0]["lr"]
+        unclipped = 0.5 * first**2 * float(gradient @ torch.linalg.solve(F, gradient))
+        optimizer.step()
+        moved = flat(_moved(model, before), names)
+        assert (unclipped > kl_clip) == (kl_clip < 1)
+        assert 0.5 * float(moved @ F @ moved) == pytest.approx((rate / first) ** 2 * min(kl_clip, unclipped), rel=1e-7)
+        assert rate == first * 0.5 ** (step + (rates == "scheduled before"))
+        if scheduler is None:
+            optimizer.param_groups[0]["lr"] *= 0.5
+        else:
+            scheduler.step()
 
 
 def test_groups_with_their_own_rates_are_bounded_together() -> None:
@@ -316,6 +402,19 @@ def test_without_a_bound_a_step_may_be_as_long_as_it_is() -> None:
     before, natural = _parameters(model), kfac.compute_natural_gradient(model)
     optimizer.step()
     assert_near(_moved(model, before)["fc.weight"], -50.0 * natural["fc.weight"], 1e-5)
+
+
+def test_a_rate_that_grows_from_zero_has_no_bound_and_is_refused() -> None:
+    model, kfac = net(), make()
+    optimizer = gramian.precondition(torch.optim.SGD(model.parameters(), lr=0.0), model, kfac, kl_clip=1e-3)
+    refresh(kfac, model)
+    optimizer.step()  # a rate of 0 moves nothing
+    optimizer.param_groups[0]["lr"] = 0.1
+    before, gradients = _parameters(model), _gradients(model)
+    with refused("kl_clip: bounds no step", "starts from lr 0"):
+        optimizer.step()
+    assert_same(_parameters(model), before)
+    assert_same(_gradients(model), gradients)
 
 
 def test_a_gradient_of_zero_is_a_step_of_zero() -> None:

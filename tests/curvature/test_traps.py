@@ -585,11 +585,37 @@ TRAPS = (
         partial(test_ready_operators.test_the_precision_follows_from_the_condition_number, 1e-1),
     ),
     Mutation(
+        "a bound of rounding that is ten times as wide",
+        Edit("ready_operators:_error", "return 4 *", "return 40 *"),
+        partial(test_ready_operators.test_the_bound_is_at_most_ten_times_the_largest_error, "bf16"),
+    ),
+    Mutation(
+        "a bound without the rounding of float32 itself",
+        Edit("ready_operators:_error", " + w * (math.sqrt(block.spec.outputs) + math.sqrt(block.spec.inputs))", ""),
+        partial(test_ready_operators.test_the_bound_is_at_most_ten_times_the_largest_error, "fp32"),
+    ),
+    Mutation(
+        "errors measured with an undamped vector",
+        Edit("ReadyGroup.error", " + value * x_N1", ""),
+        partial(test_ready_operators.test_the_measured_error_is_that_of_a_vector_like_a_gradient, "bf16", FEW),
+    ),
+    Mutation(
         "padding left as it was in memory",
         Edit(
             "ReadyGroup._stacked", "y_BOM[:, :, spec.inputs :].zero_()", "y_BOM[:, :, spec.inputs :].fill_(torch.nan)"
         ),
         test_ready_operators.test_dots_are_products_of_the_gradient_and_its_natural_gradient,
+    ),
+    # ---- steps ----
+    Mutation(
+        "trust region of the current learning rate",
+        Edit("_NaturalStep._scale", 'float(group.get("initial_lr", first))', 'float(group["lr"])'),
+        partial(test_precondition.test_the_trust_region_follows_the_schedule, 1e-4, "scheduled", "pi"),
+    ),
+    Mutation(
+        "trust region of the learning rate that a run is resumed at",
+        Edit("_NaturalStep._scale", 'group.get("initial_lr", first)', "first"),
+        partial(test_precondition.test_the_trust_region_follows_the_schedule, 1e-4, "scheduled before", "pi"),
     ),
     # ---- the exact head ----
     Mutation(

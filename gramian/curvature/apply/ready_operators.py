@@ -5,12 +5,14 @@ side a matrix P [n, n], or P = diag(d) + V Uᵀ with thin V and U [n, r] where r
 and multiplied together: two products for a whole group of layers, 2·o·m·(o + m) FLOPs a layer, where the exact path
 (`apply_factors`) solves with Cholesky factors, layer by layer.
 
-Both paths are the same function of the factors. They differ by rounding alone, of which `ReadyOperators.errors` are bounds.
+Both paths are the same function of the factors. They differ by rounding alone, of which `ReadyOperators.errors` are bounds for
+any Y; `ReadyOperators.measured` has the errors for a Y like a gradient, which are far smaller where a side is ill-conditioned.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -23,7 +25,7 @@ from gramian.curvature.apply.ready_sides import ReadySide, aligned, make_sides, 
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.options import Options
 from gramian.curvature.refresh.shared_factorisation import SharedFactorisation
-from gramian.linalg import BlockDiagonal, Diagonal, DiagonalLowRank, LowRank
+from gramian.linalg import BlockDiagonal, Diagonal, DiagonalLowRank, Factor, LowRank
 from gramian.linalg.tensor_core_products import UNITS, Operand, Precision
 from gramian.linalg.wide import exact_float32
 
@@ -92,6 +94,25 @@ class ReadyGroup:
         for y_OM, block in zip(y_BOM, self.blocks, strict=True):
             yield block, block.spec.views(y_OM[: spec.outputs, : spec.inputs])
 
+    @torch.no_grad()
+    def error(self, place: int, block: Block, seed: int) -> Tensor:
+        """‖P_G Y P_A − X‖/‖X‖, 0-dim float64, for a random X = x_G x_Aᵀ and Y = (G + λ_G I) X (A + λ_A I) with p = −1.
+
+        `block`: the block at this place of the group, with the factors and the damping that its operators were made of.
+        """
+        generator, spec = torch.Generator().manual_seed(seed), block.spec
+        one = torch.ones(1, 1, dtype=self.dtype, device=spec.device)
+        x, y = {"A": one}, {"A": one}
+        for side, (factor, value, _) in _damped_sides(block).items():
+            x_N1 = torch.randn(factor.dim, 1, dtype=torch.float64, generator=generator).to(factor.device)
+            x[side], y[side] = x_N1.to(self.dtype), (_product(factor, x_N1) + value * x_N1).to(self.dtype)
+        exact_OM, y_OM = (vectors["G"] * vectors["A"].mT for vectors in (x, y))
+        _, out_BOM = self.apply(spec.tensors(y_OM))
+        off_OM = out_BOM[place, : spec.outputs, : spec.inputs] - exact_OM
+        size: Tensor = torch.linalg.vector_norm(exact_OM, dtype=torch.float64)
+        off: Tensor = torch.linalg.vector_norm(off_OM, dtype=torch.float64)
+        return off / size
+
     def _stacked(self, vector: Mapping[str, Tensor]) -> Tensor:
         """The parameters of the blocks as Y [blocks, o, m], written by one multi-tensor copy."""
         spec = self.blocks[0].spec
@@ -137,14 +158,12 @@ class ReadyOperators:
         self.power, self.options, self.factorisations = power, options, factorisations
         self._blocks = dict(blocks)
         self._made_of = _made_of(blocks)
-        self._alive = [(block.A, block.G, block.correction) for block in blocks.values()]  # no new object has their id
+        self._as_made = {name: replace(block) for name, block in blocks.items()}  # alive: no new object has their id
         budget = "" if options.memory_budget is None else "memory_budget does not count operators"
         self.exact = {name: why for name, block in blocks.items() if (why := budget or _why_exact(block, power))}
         """{name of a block that keeps the exact path: why}."""
         fast = {name: block for name, block in blocks.items() if name not in self.exact}
         precisions = {name: _precision(block, power) for name, block in fast.items()}
-        self.errors = {name: _error(block, power, precisions[name]) for name, block in fast.items()}
-        """{block: bound of the relative error that rounding causes, in the norm of P_G ⊗ P_A}."""
         tasks = {name: side_tasks(block, power, precisions[name]) for name, block in fast.items()}
 
         def prepare_exact(members: Mapping[str, Block]) -> None:
@@ -157,6 +176,8 @@ class ReadyOperators:
                 (fast[name], made[sides["G"].key], made[sides["A"].key] if "A" in sides else None, precisions[name])
                 for name, sides in tasks.items()
             )
+        self.errors = {name: _error(block, power, precisions[name]) for name, block in fast.items()}
+        """{block: bound of the relative error of P_G Y P_A that rounding causes, for any Y}."""
         if options.strict:
             refuse_fallbacks(fast.values())
 
@@ -175,9 +196,27 @@ class ReadyOperators:
             "blocks_by_precision": precisions,
             "groups": len(self.groups),
             "largest_error_bound": max(self.errors.values(), default=0.0),
+            "largest_measured_error": max(self.measured.values(), default=None),
             "bytes": self.nbytes,
             "exact": dict(self.exact),
         }
+
+    @cached_property
+    def measured(self) -> dict[str, float]:
+        """{block: relative error of its operators for a random Y}, of the block with the largest bound in each group.
+
+        Y = (F + damping) X lies where F is large, as gradients do, and X of rank one is its exact natural gradient, so that
+        nothing is factorised. Measured when first asked for, by this process alone: one product with all operators, and one of
+        each side with a vector. Only inverses (p = −1) without a clip are measured.
+        """
+        found: dict[str, Tensor] = {}
+        for number, group in enumerate(self.groups if self.power == -1 else ()):
+            names = [block.spec.name for block in group.blocks]
+            inverted = [name for name in names if _clips_nothing(self._as_made[name])]
+            if inverted:
+                name = max(inverted, key=self.errors.__getitem__)
+                found[name] = group.error(names.index(name), self._as_made[name], self.options.seed + number)
+        return {name: float(error) for name, error in found.items()}
 
     def fits(self, blocks: Mapping[str, Block], power: float) -> bool:
         """Whether these operators are those of `blocks` as they are now, factors and damping included, at this power."""
@@ -234,29 +273,42 @@ def _why_exact(block: Block, power: float) -> str:
         return "EK-FAC's eigenvalues belong to both sides together"
     if damping.joint and block.A is not None:
         return "joint damping belongs to both sides together"
-    for side, factor in block.factors.items():
+    for side, (factor, value, most) in _damped_sides(block).items():
         if isinstance(factor, LowRank | DiagonalLowRank) and factor.columns.others is not None:
             return f"the rows of {side} are sharded over processes"
         if isinstance(factor, BlockDiagonal):
             return "its blocks are applied together as they are"
         if factor.device.type != block.spec.device.type:
             return f"{side} is stored on another device"
-        value = damping.lambda_A if side == "A" else damping.lambda_G
-        solved = power == -1 and factor.clips_nothing(value, damping.max_condition)
+        solved = power == -1 and factor.clips_nothing(value, most)
         if isinstance(factor, DiagonalLowRank) and not solved:
             return f"{side} is diagonal and low rank, which has no power but an unclipped inverse"
     return ""
 
 
-def _conditions(block: Block, power: float) -> list[float]:
-    """Bounds of the condition numbers of P_G and P_A."""
+def _conditions(block: Block) -> list[float]:
+    """Bounds of the condition numbers of the damped sides G + λ_G I and A + λ_A I."""
+    return [factor.condition(value, most)[0] for factor, value, most in _damped_sides(block).values()]
+
+
+def _damped_sides(block: Block) -> dict[str, tuple[Factor, float, float | None]]:
+    """{"G" and, of a Kronecker product, "A": (factor, its λ, largest condition number or None)}."""
     damping = block.damping
     assert damping is not None
-    found = []
-    for side, factor in block.factors.items():
-        value = damping.lambda_A if side == "A" else damping.lambda_G
-        found.append(factor.condition(value, damping.max_condition)[0] ** abs(power))
-    return found
+    values = {"A": damping.lambda_A, "G": damping.lambda_G}
+    return {side: (factor, values[side], damping.max_condition) for side, factor in block.factors.items()}
+
+
+def _clips_nothing(block: Block) -> bool:
+    """True if no eigenvalue of the damped sides has to be raised, as far as bounds show."""
+    return all(factor.clips_nothing(value, most) for factor, value, most in _damped_sides(block).values())
+
+
+def _product(factor: Factor, y_NK: Tensor) -> Tensor:
+    """M Y in float64 for the factor's stored M; a low-rank M is widened a piece of its rows at a time."""
+    if isinstance(factor, LowRank):
+        return factor.columns.times(factor.columns.transposed_times(y_NK))
+    return factor.to(dtype=torch.float64).matvec(y_NK)
 
 
 def _precision(block: Block, power: float) -> Precision:
@@ -273,7 +325,7 @@ def _precision(block: Block, power: float) -> Precision:
         return "fp64"
     half = all(factor.storage_dtype in HALF or isinstance(factor, Diagonal) for factor in block.factors.values())
     if half and block.spec.device.type == "cuda" and block.A is not None:
-        condition = max(_conditions(block, power))
+        condition = max(_conditions(block)) ** abs(power)
         choices: tuple[Precision, ...] = ("bf16", "tf32", "bf16x3")
         for precision in choices:
             if UNITS[precision] * condition <= ACCURATE:
@@ -282,8 +334,15 @@ def _precision(block: Block, power: float) -> Precision:
 
 
 def _error(block: Block, power: float, precision: Precision) -> float:
-    """Bound of the relative error of P_G Y P_A from rounding P_G, P_A, Y and the product between them to `precision`."""
-    return 4 * UNITS[precision] * math.prod(_conditions(block, power))
+    """Bound of ‖P_G Y P_A − exact‖/‖exact‖ over all Y [o, m]: 4 (u + w(√o + √m)) max(κ_G^|p| κ_A^|p|, κ_G, κ_A).
+
+    κ are condition numbers of the damped sides. P_G, P_A, Y and the product between them are rounded to the precision (u);
+    products and the computation of P round to float64 or float32 (w), and such errors add up like √n over a side of n. The
+    worst Y multiplies them by the condition number of P_G ⊗ P_A; errors w‖M + λI‖ of eigenvalues, by that of M + λI.
+    """
+    kappas, w = _conditions(block), UNITS["fp64" if precision == "fp64" else "fp32"]
+    worst = max(math.prod(kappas) ** abs(power), *kappas)
+    return 4 * (UNITS[precision] + w * (math.sqrt(block.spec.outputs) + math.sqrt(block.spec.inputs))) * worst
 
 
 def _grouped(ready: Iterable[tuple[Block, ReadySide, ReadySide | None, Precision]]) -> list[ReadyGroup]:

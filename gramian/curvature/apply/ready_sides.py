@@ -201,6 +201,8 @@ def _by_exact_path(task: SideTask, power: float, jitter: float) -> ReadySide:
         block.act(side, factor, columns[:, :0], power, damping, jitter)  # records the clip
         scale = torch.full((factor.dim,), outside, dtype=task.dtype, device=left.device)
         return ReadySide(None, scale, left, columns)
+    if isinstance(factor, Dense) and not (power == -1 and _is_solved(task)):
+        factor.eigenpairs(task.dtype)  # before the clip, which would decompose M in float32 first
     identity = torch.eye(factor.dim, dtype=task.dtype, device=factor.device)
     matrix = block.act(side, factor, identity, power, damping, jitter)
     return ReadySide((matrix + matrix.mT).div_(2))

@@ -74,7 +74,8 @@ def coverage(state: CurvatureState) -> Coverage:
         of_parameter = specs.get(name, [])
         reached = [spec for spec in of_parameter if spec.name in state.blocks]
         first = next(iter([*reached, *of_parameter]), None)
-        if first is None and p.requires_grad and state.only is not None:
+        asked = state.only is None or not state.only.isdisjoint(o for spec in of_parameter for o in spec.owners)
+        if p.requires_grad and not asked:
             covers[name] = Cover("left out", "")
         elif first is None:
             covers[name] = Cover("frozen" if not p.requires_grad else "unused", "")

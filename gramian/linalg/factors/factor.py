@@ -211,14 +211,16 @@ class Factor(ABC):
         return self.bound() / damping + 1.0 if damping > 0 else float("inf")
 
     def working_dtype(self, damping: float, p: float = -1.0) -> torch.dtype:
-        """Dtype for computing (M + λI)^p: float32, or float64 if M is or if the float32 error ε·κ^|p| exceeds `TRUSTED`.
+        """Dtype for computing (M + λI)^p: float32, or float64 if M is or if an error of float32 exceeds `TRUSTED`.
 
-        κ is an upper bound of the condition number of M + λI, λ = `damping`, and ε the precision of float32.
+        The errors are ε·κ^|p| of products with the power, and |p|·ε·κ of its smallest eigenvalues, since those of M are off by
+        ε·σ_max: κ is an upper bound of the condition number of M + λI, λ = `damping`, and ε the precision of float32.
         """
         if self.dtype == torch.float64:
             return torch.float64
         allowed = TRUSTED[self.storage_dtype in HALF] / torch.finfo(torch.float32).eps
-        trusted = abs(p) * math.log(self.condition_bound(damping)) <= math.log(allowed)
+        kappa = self.condition_bound(damping)
+        trusted = abs(p) * max(kappa, 1.0) <= allowed and abs(p) * math.log(kappa) <= math.log(allowed)
         return torch.float32 if trusted else torch.float64
 
     def coarse(self, damping: float) -> bool:
