@@ -10,11 +10,13 @@ Here a and b are chosen for the interval [l, 1] in which the eigenvalues lie: so
 smallest becomes as large as possible. Then small ones grow tenfold, and half the iterations do (`coefficients`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from gramian.linalg.factors.diagonal import Diagonal
+from gramian.linalg.factors.factor import Factor
 from gramian.linalg.tensor_core_products import Operand, Precision
 
 CLOSE = 0.01
@@ -38,18 +40,38 @@ def coefficients(smallest: float) -> Iterator[tuple[float, float, float]]:
         smallest = smallest * (a - a * r * smallest) ** 4
 
 
+STACKED = 2**27
+"""Largest number of entries of the matrices whose roots are computed together."""
+Roots = dict[tuple[int, int], Tensor]
+"""{(id of a factor M, n): (M/mean + δI)^(−1/4) of the first n coordinates of M, [n, n], or [n] for a diagonal M}."""
+FIRST: Precision = "bf16x3"
+"""Precision of products on a GPU while S may have eigenvalues below `SMALL`: three bfloat16 products for one, to 2⁻¹⁶."""
+
+
+def root_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Dtype of `inverse_fourth_root` of matrices of a dtype on a device: float16 where it iterates, else theirs."""
+    return torch.float16 if device.type == "cuda" and dtype != torch.float64 else dtype
+
+
+def root_products(dtype: torch.dtype, device: torch.device) -> str:
+    """Precision of the products of `inverse_fourth_root`, as a text."""
+    found = str(root_dtype(dtype, device)).removeprefix("torch.")
+    return found if root_dtype(dtype, device) == dtype else f"{FIRST}, then {found}"
+
+
 def inverse_fourth_root(matrices_BNN: Tensor, condition: float) -> Tensor:
     """M^(−1/4) of every matrix M [n, n] of a stack; `condition` is a bound on the ratio of ‖M‖_F to M's smallest eigenvalue.
 
-    On a GPU with a rounding of 2⁻¹⁶ (three bfloat16 products for one) while S has eigenvalues below `SMALL`, in float16 from
-    then on; `condition` should be below 2¹⁶.
+    On a GPU in the precision `FIRST` while S has eigenvalues below `SMALL`, in float16 from then on; `condition` should be
+    below 2¹⁶.
     """
-    if not matrices_BNN.is_cuda or matrices_BNN.dtype == torch.float64:
+    then = root_dtype(matrices_BNN.dtype, matrices_BNN.device)
+    if then == matrices_BNN.dtype:
         values_BN, vectors_BNN = torch.linalg.eigh(matrices_BNN)
         tiny = torch.finfo(values_BN.dtype).tiny
         roots_BNN: Tensor = (vectors_BNN * values_BN.clamp(min=tiny).pow(-0.25)[:, None, :]) @ vectors_BNN.mT
         return roots_BNN
-    return iterated_fourth_root(matrices_BNN, condition, "bf16x3", torch.float16)
+    return iterated_fourth_root(matrices_BNN, condition, FIRST, then)
 
 
 def iterated_fourth_root(matrices_BNN: Tensor, condition: float, first: Precision, then: torch.dtype) -> Tensor:
@@ -83,3 +105,42 @@ def iterated_fourth_root(matrices_BNN: Tensor, condition: float, first: Precisio
 def _product(left: Operand | Tensor, right: Tensor) -> Tensor:
     """The product of two stacks, in the precision of an operand, or in the dtype of a plain left side."""
     return left.times(right) if isinstance(left, Operand) else left @ right.to(left.dtype)
+
+
+# ---- of factors ------------------------------------------------------------------------------------------------------
+
+
+def relative_roots(factors: Mapping[tuple[int, int], Factor], damping: float) -> Roots:
+    """The roots of {(id of a factor, n): factor}; those of one width are taken together."""
+    found: Roots = {}
+    stacks: dict[tuple[int, torch.dtype, torch.device, bool], list[tuple[int, int]]] = {}
+    for key, factor in factors.items():
+        form = (key[1], factor.dtype, factor.device, isinstance(factor, Diagonal))
+        stacks.setdefault(form, []).append(key)
+    for (width, _, _, diagonal), keys in stacks.items():
+        each = max(1, STACKED // (width if diagonal else width * width))
+        for begin in range(0, len(keys), each):
+            some = keys[begin : begin + each]
+            roots = _diagonal_roots if diagonal else dense_roots
+            found |= zip(some, roots([factors[key] for key in some], width, damping), strict=True)
+    return found
+
+
+def _diagonal_roots(factors: Sequence[Factor], width: int, damping: float) -> Tensor:
+    values_BN = torch.stack([factor.diagonal()[:width] for factor in factors])
+    return (values_BN / unless_zero(values_BN.sum(-1) / width)[:, None] + damping).pow(-0.25)
+
+
+def dense_roots(factors: Sequence[Factor], width: int, damping: float, dtype: torch.dtype | None = None) -> Tensor:
+    """Roots [factors, width, width], computed in `dtype`, or None: in that of the factors."""
+    stack_BNN = torch.stack([factor.dense()[:width, :width].to(dtype or factor.dtype) for factor in factors])
+    traces_B = stack_BNN.diagonal(dim1=-2, dim2=-1).sum(-1)
+    stack_BNN /= unless_zero(traces_B / width)[:, None, None]
+    stack_BNN.diagonal(dim1=-2, dim2=-1).add_(damping)
+    bound = (width + damping * width**0.5) / damping  # the trace of M/mean is n, so its norm is at most n
+    return inverse_fourth_root(stack_BNN, bound)
+
+
+def unless_zero(means: Tensor) -> Tensor:
+    """The means, 1 where one is not positive."""
+    return torch.where(means > 0, means, 1.0)

@@ -5,6 +5,7 @@ what each part contributes, and where it stands beside AdamW and Muon.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from gramian.core.errors import GramianError
+from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.block_specs import Spec, find_blocks
 from gramian.curvature.blocks.consistency import check_number, unique_parameters
 from gramian.curvature.blocks.output_head import compiled_head, known_head, warn_unknown_head
@@ -22,12 +24,14 @@ from gramian.curvature.estimate.kfac_capture import IdleCapture, KFACCapture
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.persist import curvature_record
 from gramian.curvature.persist.factor_bytes import most_bytes, to_bytes
-from gramian.linalg.factors.factor import fetch_bounds
-from gramian.optim.matrix_step import MatrixStep, gradient_part, local_part
+from gramian.curvature.refresh.shared_factorisation import SharedRefresh
+from gramian.optim.matrix_step import MatrixStep, gradient_part, local_part, weight_part
 from gramian.optim.optimizer_options import check_options, listed
 from gramian.optim.optimizer_state import FACTORS, asks_for_names, holder, make_state, split_factors
 from gramian.optim.recorded_steps import RecordedSteps
-from gramian.optim.whitened_steps import WhitenedSteps, lambdas
+from gramian.optim.whitened_blocks import WhitenedBlocks
+from gramian.optim.whitened_steps import WhitenedSteps, worth_sharing
+from gramian.parallel.exchange import Exchange
 from gramian.taps.model.user_names import is_compiled, unwrap
 from gramian.taps.products.parts import owner, view
 
@@ -53,7 +57,7 @@ class KFAC(Optimizer):
     One step costs 36 n³ FLOPs for a square matrix of width n, in float16 on a GPU, and every `update_freq` steps a refresh.
     Memory: one momentum per weight matrix, two moments for everything else, factors of the narrower sides (float32) and their
     roots. A sharded model (FSDP2, tensor parallel) gathers the averaged gradients of one shape at a time; every process
-    computes every step.
+    computes every step, and its share of large roots.
     """
 
     def __init__(
@@ -105,12 +109,12 @@ class KFAC(Optimizer):
             max_tokens=max_tokens,
             seed=seed,
             kfac_use_woodbury=False,
-            woodbury_dtype=_storage(model),
+            woodbury_dtype="fp64" if any(p.dtype == torch.float64 for p in model.parameters()) else "fp32",
             one_sided=True,
             process_group=process_group,
         )
         """The curvature inside: factors of the weight matrices that take whitened steps, of no other parameter."""
-        self._steps, self._recorded = WhitenedSteps(damping), RecordedSteps()
+        self._steps, self._blocks, self._recorded = WhitenedSteps(damping), WhitenedBlocks(), RecordedSteps()
         self._chosen_for: tuple[str | None, set[str], dict[str, str]] | None = None
         """(output layer, parameters that may take whitened steps, observed matrices) for which layers were chosen."""
         self._only_names = False
@@ -163,17 +167,33 @@ class KFAC(Optimizer):
         damping = state.pop("damping", None)
         super().__setstate__(state)
         if damping is not None:
-            self._steps, self._recorded = WhitenedSteps(damping), RecordedSteps()
+            self._steps, self._blocks, self._recorded = WhitenedSteps(damping), WhitenedBlocks(), RecordedSteps()
             self._names = {id(p): name for name, p in unique_parameters(unwrap(self._model))}
 
-    def capture(self, **arguments: Any) -> KFACCapture | IdleCapture:
+    def capture(self, **arguments: Any) -> "KFACCapture | SharedRefresh | IdleCapture":
         """The context around forward and backward of a step: `KFACNaturalGradient.capture` of the model, with its arguments.
 
         It refreshes the factors once in `update_freq` steps. In all other steps it does nothing, nor while every weight matrix
-        is frozen.
+        is frozen. Several processes make the operators of large new factors at its end, each the roots of its share.
         """
         self._choose_layers()
-        return self.kfac.capture(self._model, **arguments) if self.kfac.state.only else IdleCapture()
+        found = self.kfac.capture(self._model, **arguments) if self.kfac.state.only else IdleCapture()
+        if isinstance(found, IdleCapture) or found.exchange is None:
+            return found
+        return SharedRefresh(found, partial(self._share_roots, found.exchange, self.kfac.refreshes))
+
+    def _shares(self, exchange: Exchange | None) -> int:
+        """Number of processes that share the roots of the factors."""
+        specs = self.kfac.state.specs.values()
+        return exchange.size if exchange is not None and worth_sharing(specs, exchange.size) else 1
+
+    @torch.no_grad()
+    def _share_roots(self, exchange: Exchange, refreshes: int) -> None:
+        """If a refresh is new, make its operators: here and not in `step`, which a process may leave out. Collective."""
+        if self.kfac.refreshes > refreshes and self._shares(exchange) > 1:
+            self._choose_layers()
+            self._steps.make(*self._whitened(self._trained()), exchange)
+            self.kfac.state.sent = dict(exchange.sent)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -199,36 +219,24 @@ class KFAC(Optimizer):
         if self._only_names:
             self.state.clear()
             self._only_names = False
-        blocks = {block.spec.parameters[0]: block for block in self.kfac.kfac_factors.values() if block.A is not None}
-        trained = {self._names[id(p)]: (p, group) for group in self.param_groups for p in group["params"]}
-        whitened = {n: block for n, block in blocks.items() if owner(n) in trained and trained[owner(n)][1]["kfac"]}
+        trained = self._trained()
+        whitened, weights = self._whitened(trained)
         owners = {owner(name) for name in whitened}
         for group in self.param_groups:
             live = [p for p in group["params"] if p.grad is not None]
             self._step_adamw(group, [p for p in live if self._names[id(p)] not in owners])
-        self._steps.update(whitened, {name: _part(trained[owner(name)][0], name) for name in whitened})
-        self._step_matrices(trained)
+        self._steps.update(whitened, weights, self._shares(self.kfac.state.exchange))
+        self._step_matrices(trained, weights)
         self._mark_holder()
         return loss
 
     def record(self) -> dict[str, Any]:
         """`kfac.record()` with the damping of this optimizer's steps: "relative", λ_A = δā and λ_G = δḡ, and no clip.
 
-        κ of A is a bound where a layer has a bias, whose coordinate takes no part in the step. Collective, as `kfac.record`.
+        "operators" has precisions, bytes and measured errors of the roots (docs/concepts/kfac_optimizer.md). Collective, as
+        `kfac.record`.
         """
-        blocks, delta = self.kfac.kfac_factors, self._steps.damping
-        fetch_bounds([factor for block in blocks.values() for factor in block.factors.values()])
-        found = self.kfac.record()
-        found["options"] |= {"damping": delta, "damping_mode": "relative", "use_eigenvalue_correction": False}
-        for (name, block), (lambda_A, lambda_G) in zip(blocks.items(), lambdas([*blocks.values()], delta), strict=True):
-            layer = found["layers"][name]
-            layer |= {"damping_mode": "relative", "pi": None, "lambda_A": lambda_A, "lambda_G": lambda_G}
-            layer |= {"kappa_max": None, "clip_joint": None}
-            for side, factor in block.factors.items():
-                kappa, exact = factor.condition(lambda_A if side == "A" else lambda_G, None)
-                exact = exact and not (side == "A" and block.spec.has_bias)
-                layer["sides"][side] |= {"kappa": kappa, "kappa_exact": exact, "clip": None}
-        return found
+        return self._steps.described(self.kfac.record(), self.kfac.kfac_factors)
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, with the factors as bytes in that of its first parameter, under "kfac".
@@ -238,9 +246,7 @@ class KFAC(Optimizer):
         found = super().state_dict()
         states = {key: {n: v for n, v in state.items() if n != FACTORS} for key, state in found["state"].items()}
         self._choose_layers()
-        most = most_bytes(
-            self._hidden_blocks({}), self.kfac.options
-        )  # not what refreshes have seen: a new one has none
+        most = most_bytes(self._hidden_blocks({}), self.kfac.options)  # not what was seen: a new one has seen none
         place, parameters = holder(self), [p for group in self.param_groups for p in group["params"]]
         packed = to_bytes(self.kfac.state_dict(), most).to(parameters[place].device)
         states[place] = {**states.get(place, {}), FACTORS: packed}
@@ -313,7 +319,7 @@ class KFAC(Optimizer):
         head = head or known_head(root, None) or compiled_head(self._model, always=traced)
         self._chosen_for = (head, wanted, state.observed)
         hidden = self._hidden_blocks(state.observed)
-        state.only = frozenset(s.owners[0] for s in hidden.values())
+        state.only = frozenset(o for s in hidden.values() for o in s.owners[: None if s.assumed else 1])
         rests = self._resting()
         state.blocks = {n: b for n, b in state.blocks.items() if n in hidden or b.spec.owners[0] in rests}
 
@@ -337,8 +343,16 @@ class KFAC(Optimizer):
 
     # ---- the two kinds of step ---------------------------------------------------------------------------------------
 
-    def _step_matrices(self, trained: Mapping[str, tuple[nn.Parameter, dict[str, Any]]]) -> None:
-        """Step the weights of `trained` {name: (parameter, its group)} that have operators, and a gradient."""
+    def _trained(self) -> dict[str, tuple[nn.Parameter, dict[str, Any]]]:
+        return {self._names[id(p)]: (p, group) for group in self.param_groups for p in group["params"]}
+
+    def _whitened(self, trained: Mapping[str, Any]) -> tuple[dict[str, Block], dict[str, nn.Parameter]]:
+        """({name: block}, {name: weight}) of those of `trained` {name: (parameter, its group)} that take whitened steps."""
+        found = self._blocks.of(self.kfac.state, {name for name, (_, group) in trained.items() if group["kfac"]})
+        return found, {name: weight_part(trained[owner(name)][0], name) for name in found}
+
+    def _step_matrices(self, trained: Mapping[str, Any], weights: Mapping[str, nn.Parameter]) -> None:
+        """Step those of `weights` that have operators, and a gradient; `trained` as above."""
         steps = []
         for matrices in self._steps.groups:
             for group in self.param_groups:
@@ -349,10 +363,9 @@ class KFAC(Optimizer):
                     if "momentum_buffer" not in self.state[p]:
                         make_state(self.state[p], p, whitened=True, fused=group["fused"])
                 names = [matrices.names[place] for place in places]
-                weights = [_part(trained[owner(name)][0], name) for name in names]
                 momenta = [view(self.state[trained[owner(name)][0]]["momentum_buffer"], name) for name in names]
                 if places:
-                    steps.append(MatrixStep(group, matrices, places, weights, momenta))
+                    steps.append(MatrixStep(group, matrices, places, [weights[name] for name in names], momenta))
         self._recorded.step(steps, self._steps.made)
 
     def _step_adamw(self, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> None:
@@ -384,17 +397,3 @@ class KFAC(Optimizer):
                 eps=group["eps"],
                 maximize=False,
             )
-
-
-def _part(p: nn.Parameter, name: str) -> nn.Parameter:
-    """The parameter, or a view of the part of this name with the view of its gradient: steps of one are those of the other."""
-    if owner(name) == name:
-        return p
-    part = nn.Parameter(view(p.detach(), name), requires_grad=False)
-    part.grad = None if p.grad is None else view(p.grad, name)
-    return part
-
-
-def _storage(model: nn.Module) -> str:
-    """Dtype of factors: float32, so that they are not rounded at every refresh; float64 for a float64 model."""
-    return "fp64" if any(p.dtype == torch.float64 for p in model.parameters()) else "fp32"

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from gramian.curvature.memory.operator_footprint import TOGETHER
 from gramian.kernels.matrix_steps import Addresses, nesterov_averages, on_its_way, scaled_steps
 from gramian.optim.whitened_steps import MatrixGroup, WhitenedGradients, directions
+from gramian.taps.products.parts import owner, view
 
 MATRIX_RATE = 4.0
 """Learning rate of weight matrices over `lr`, that of everything else."""
@@ -106,7 +107,7 @@ def step_together(steps: Sequence[MatrixStep], tables: Sequence[StepTables] | No
         step.update(z_BOM, d_BOM, own)
 
 
-# ---- sharded tensors -------------------------------------------------------------------------------------------------
+# ---- parts of tensors ------------------------------------------------------------------------------------------------
 
 
 def local_part(t: Tensor) -> Tensor:
@@ -121,6 +122,15 @@ def gradient_part(p: nn.Parameter) -> Tensor:
     if isinstance(gradient, DTensor) and isinstance(p, DTensor) and gradient.placements != p.placements:
         gradient = gradient.redistribute(placements=p.placements)
     return local_part(gradient)
+
+
+def weight_part(p: nn.Parameter, name: str) -> nn.Parameter:
+    """The parameter, or a view of the part of this name with the view of its gradient: steps of one are those of the other."""
+    if owner(name) == name:
+        return p
+    part = nn.Parameter(view(p.detach(), name), requires_grad=False)
+    part.grad = None if p.grad is None else view(p.grad, name)
+    return part
 
 
 def _gathered(local: Tensor, p: nn.Parameter) -> Tensor:

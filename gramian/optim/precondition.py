@@ -139,8 +139,8 @@ class _NaturalStep:
             rate = float(group.get("initial_lr", first))
             if rate == 0 and float(group["lr"]) > 0:
                 raise GramianError(
-                    "kl_clip: bounds no step of a schedule that starts from lr 0; expected an optimizer made with the rate that "
-                    "the schedule multiplies, or kl_clip=None"
+                    "kl_clip: bounds no step of a schedule that starts from lr 0; expected an optimizer made with the rate "
+                    "that the schedule multiplies, or kl_clip=None"
                 )
             rates |= dict.fromkeys(map(id, group["params"]), rate)
         blocks = self._kfac.kfac_factors

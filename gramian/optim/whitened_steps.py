@@ -16,22 +16,29 @@ and D of the wider one,
 three products with n columns, and all else r × r.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from gramian.core.keyed_random import token_keys
 from gramian.curvature.blocks.block import Block
+from gramian.curvature.blocks.block_specs import Spec
+from gramian.curvature.refresh.shared_factorisation import SharedTensor, assign, share_tensors
 from gramian.kernels.matrix_steps import direction_scales, scaled_stack
 from gramian.linalg import Diagonal, Factor
-from gramian.linalg.inverse_roots import inverse_fourth_root
+from gramian.linalg.factors.factor import fetch_bounds
+from gramian.linalg.inverse_roots import Roots, dense_roots, relative_roots, root_dtype, root_products, unless_zero
 from gramian.optim.orthogonalise import SCALE, orthogonaliser
+from gramian.parallel.exchange import Exchange
 
-STACKED = 2**27
-"""Largest number of entries of the matrices whose roots are computed together."""
+SPARED = 2**25
+"""Processes share roots where that spares each of them at least this Σ n³ (5 to 10 ms on a CPU, where sharing costs 3 to 5)."""
+MEASURED = 2
+"""Number of roots whose error the record states."""
 
 
 NOTHING = 1e-8
@@ -86,10 +93,8 @@ class WhitenedGradients:
 
     @property
     def grams(self) -> Tensor:
-        """XXᵀ of every matrix, in float32 for float16 on a GPU, else in the dtype of X."""
-        x_BRN = self.x_BRN
-        wide = x_BRN.is_cuda and x_BRN.dtype == torch.float16
-        return torch.bmm(x_BRN, x_BRN.mT, out_dtype=torch.float32) if wide else x_BRN @ x_BRN.mT
+        """XXᵀ of every matrix, as `_grams` has it."""
+        return _grams(self.x_BRN)
 
     def direction(self, q_BRR: Tensor) -> tuple[Tensor, Tensor]:
         """(Z, d) with U = d·Z [o, m], for the polynomials q(XXᵀ); d broadcasts to Z, in float32, or float64 for float64 X."""
@@ -126,6 +131,12 @@ def _norms(x_BOM: Tensor, axes: tuple[int, ...]) -> Tensor:
     return found
 
 
+def _grams(x_BRN: Tensor) -> Tensor:
+    """XXᵀ of every matrix of a stack, in float32 for float16 on a GPU, else in the dtype of X."""
+    wide = x_BRN.is_cuda and x_BRN.dtype == torch.float16
+    return torch.bmm(x_BRN, x_BRN.mT, out_dtype=torch.float32) if wide else x_BRN @ x_BRN.mT
+
+
 def _times(left: Tensor, right: Tensor) -> Tensor:
     """Product of two stacks of matrices, stored by rows or by columns as `right` is; `left` may be a diagonal, as a column."""
     if left.shape[-1] == 1:
@@ -146,21 +157,37 @@ class WhitenedSteps:
     groups: list[MatrixGroup] = field(default_factory=list)
     made: int = 0
     """How often the operators were made."""
+    roots: tuple[int, int] = (0, 0)
+    """Numbers of roots of full factors that this process computed, and that all processes did, when they were last made."""
     _made_of: list[tuple[str, Factor, Factor]] = field(default_factory=list)
+    _measured: dict[str, Any] = field(default_factory=dict)
 
-    def update(self, blocks: Mapping[str, Block], weights: Mapping[str, Tensor]) -> None:
+    def update(self, blocks: Mapping[str, Block], weights: Mapping[str, Tensor], shares: int) -> None:
         """Make the operators of `blocks` {name of the weight: its block}, unless they are made of the same factors already.
 
-        `weights` are the parameters themselves, of which dtype and device are read.
+        `weights` are the parameters themselves, of which dtype and device are read; `shares`: see `make`.
         """
-        now = [(name, _input_factor(block), block.G) for name, block in blocks.items()]
-        if len(now) == len(self._made_of) and all(
-            a[0] == b[0] and a[1] is b[1] and a[2] is b[2] for a, b in zip(now, self._made_of, strict=True)
-        ):
-            return
-        self.groups = []  # frees the old operators before the new ones are made
+        now, before = (
+            [(name, id(A), id(G)) for name, A, G in made_of] for made_of in (_factors_of(blocks), self._made_of)
+        )
+        if now != before:
+            self.make(blocks, weights, shares=shares)
+
+    def make(
+        self,
+        blocks: Mapping[str, Block],
+        weights: Mapping[str, Tensor],
+        exchange: Exchange | None = None,
+        shares: int = 1,
+    ) -> None:
+        """Make the operators, as `update` does, whatever they are made of now.
+
+        `exchange`: the processes that have the same factors make them together, each process the roots of its share
+        (collective); None: this process makes all, as `shares` processes would have made them.
+        """
+        self.groups, self._made_of = [], []  # frees the old operators before the new ones are made
         sides = {name: _sides(block) for name, block in blocks.items()}
-        roots = _roots([side for pair in sides.values() for side in pair], self.damping)
+        roots, self.roots = _roots(sides, self.damping, exchange, shares)
         members: dict[tuple[object, ...], list[str]] = {}
         for name, ((A, m), (G, o)) in sides.items():
             diagonal = (isinstance(A, Diagonal), isinstance(G, Diagonal))
@@ -172,29 +199,120 @@ class WhitenedSteps:
             example = weights[names[0]]
             dtype = product_dtype(example)
             wide = torch.promote_types(dtype, torch.float32)
-            of_sides = [
-                [roots[id(factor), width] for factor, width in (sides[n][side] for n in names)] for side in (0, 1)
-            ]
-            P_A, P_G = (torch.stack([one.root for one in each]).to(example.device) for each in of_sides)
+            of_sides = [[sides[name][side] for name in names] for side in (0, 1)]
+            P_A, P_G = (torch.stack([roots[id(f), n].to(example.device, dtype) for f, n in each]) for each in of_sides)
             traces_A, traces_G = (
-                torch.stack([one.trace for one in each]).to(example.device, wide).clamp(min=0) for each in of_sides
+                torch.stack([f.diagonal()[:n].to(example.device, wide) for f, n in each]).sum(-1).clamp(min=0)
+                for each in of_sides
             )
             least_B = NOTHING * (traces_A.sqrt() * traces_G.sqrt()).clamp(min=1e-30)
             turned = P_G.shape[1] > P_A.shape[1]
             P, D = (P_A, P_G) if turned else (P_G, P_A)
             P, D = P if P.dim() == 3 else P[:, :, None], D if D.dim() == 3 else D[:, None, :]
             least_B11, in_out = least_B[:, None, None], blocks[names[0]].spec.layout == "in_out"
-            self.groups.append(MatrixGroup(tuple(names), turned, P.to(dtype), D.to(dtype), least_B11, in_out))
-        self._made_of, self.made = now, self.made + 1
+            self.groups.append(MatrixGroup(tuple(names), turned, P, D, least_B11, in_out))
+        self._made_of, self.made = _factors_of(blocks), self.made + 1
+
+    def facts(self) -> dict[str, Any] | None:
+        """Facts about the operators as JSON values: precisions, bytes and measured errors; None while there are none.
+
+        Errors are measured at the first call, and again once the operators were made twice as often as then ("made" in
+        "measured"): an eigendecomposition in float64 may take longer than a step. See `_root_errors`, `_singular_values`.
+        """
+        if not self.groups:
+            return None
+        if not self._measured or self.made >= 2 * self._measured["made"]:
+            example = self.groups[0].P
+            self._measured = {
+                "made": self.made,
+                "root_errors": self._root_errors(),
+                "singular_values": _singular_values(example.dtype, example.device),
+            }
+        factors = [factor for _, *pair in self._made_of for factor in pair if not isinstance(factor, Diagonal)]
+        return {
+            "root_products": sorted({root_products(factor.dtype, factor.device) for factor in factors}),
+            "step_products": sorted({str(group.P.dtype).removeprefix("torch.") for group in self.groups}),
+            "groups": len(self.groups),
+            "bytes": sum(group.P.nbytes + group.D.nbytes for group in self.groups),
+            "made": self.made,
+            "roots": {"here": self.roots[0], "all": self.roots[1]},
+            "measured": dict(self._measured),
+        }
+
+    def described(self, record: dict[str, Any], blocks: Mapping[str, Block]) -> dict[str, Any]:
+        """The `record` of a curvature with `blocks`, to which the damping of these steps and facts of the operators are added.
+
+        κ of A is a bound where a layer has a bias, whose coordinate takes no part in the step. Waits for the device.
+        """
+        fetch_bounds([factor for block in blocks.values() for factor in block.factors.values()])
+        record["options"] |= {"damping": self.damping, "damping_mode": "relative", "use_eigenvalue_correction": False}
+        record["operators"] = self.facts()
+        for (name, block), (lambda_A, lambda_G) in zip(
+            blocks.items(), lambdas([*blocks.values()], self.damping), strict=True
+        ):
+            layer = record["layers"][name]
+            layer |= {"damping_mode": "relative", "pi": None, "lambda_A": lambda_A, "lambda_G": lambda_G}
+            layer |= {"kappa_max": None, "clip_joint": None}
+            for side, factor in block.factors.items():
+                kappa, exact = factor.condition(lambda_A if side == "A" else lambda_G, None)
+                exact = exact and not (side == "A" and block.spec.has_bias)
+                layer["sides"][side] |= {"kappa": kappa, "kappa_exact": exact, "clip": None}
+        return record
+
+    def _root_errors(self) -> dict[str, float]:
+        """{weight and side: relative error ‖P − R‖/‖R‖ (Frobenius) of its root P} of `MEASURED` full factors.
+
+        R is the root by eigenvectors in float64. Factors are drawn by `made`: the same on all processes.
+        """
+        factors = {name: (A, G) for name, A, G in self._made_of}
+        full = [
+            (f"{name} {side}", factor, (group.P if group.turned == (side == "A") else group.D)[place])
+            for group in self.groups
+            for place, name in enumerate(group.names)
+            for side, factor in zip("AG", factors[name], strict=True)
+            if not isinstance(factor, Diagonal)
+        ]
+        drawn = token_keys(self.made, torch.arange(len(full)), 1)[:, 0].argsort()[:MEASURED].tolist()
+        found = {}
+        for label, factor, root_NN in (full[i] for i in drawn):
+            exact_NN = dense_roots([factor], len(root_NN), self.damping, torch.float64)[0]
+            found[label] = float((root_NN.to(exact_NN) - exact_NN).norm() / exact_NN.norm())
+        return found
+
+
+def _singular_values(dtype: torch.dtype, device: torch.device) -> list[float]:
+    """[smallest, largest] singular value of orth(X) for an X [64, 64] whose own, over ‖X‖_F, lie in [0.003, 0.38]."""
+    generator = torch.Generator().manual_seed(0)
+    bases = torch.linalg.qr(torch.randn(2, 64, 64, dtype=torch.float64, generator=generator)).Q
+    x_RR = (bases[0] * torch.logspace(-2.5228, -0.4437, 64, dtype=torch.float64)) @ bases[1]
+    x_1RR = (SCALE * x_RR / x_RR.norm())[None].to(device, dtype)
+    q_RR = orthogonaliser(_grams(x_1RR), dtype)[0].double()
+    values: Tensor = torch.linalg.svdvals((q_RR @ x_1RR[0].double() / x_1RR.double().norm()).cpu())
+    return [float(values[-1]), float(values[0])]
+
+
+def worth_sharing(specs: Iterable[Spec], size: int) -> bool:
+    """Whether sharing roots among `size` processes spares each enough of them, from the shapes of the blocks' weights alone."""
+    widths = [(spec.inputs - spec.has_bias, spec.outputs) for spec in specs if spec.kind == "kronecker"]
+    costs = [float(min(pair)) ** 3 for pair in widths for _ in range(1 + (pair[0] == pair[1]))]
+    loads = [0.0] * size
+    for cost, owner in zip(costs, assign(costs, size), strict=True):
+        loads[owner] += cost
+    return sum(costs) - max(loads) >= SPARED
 
 
 def lambdas(blocks: Sequence[Block], damping: float) -> list[tuple[float, float]]:
     """(λ_A, λ_G) = (δā, δḡ) of every block: (A/ā + δI)^(−1/4) is (A + λ_A I)^(−1/4) times a number. Waits for the device."""
-    means = [_unless_zero(factor.diagonal()[:width].mean()) for block in blocks for factor, width in _sides(block)]
+    means = [unless_zero(factor.diagonal()[:width].mean()) for block in blocks for factor, width in _sides(block)]
     if not means:
         return []
     values = (damping * torch.stack([mean.double().to(means[0].device) for mean in means])).tolist()
     return list(zip(values[::2], values[1::2], strict=True))
+
+
+def _factors_of(blocks: Mapping[str, Block]) -> list[tuple[str, Factor, Factor]]:
+    """(name of the weight, A, G) of every block."""
+    return [(name, _input_factor(block), block.G) for name, block in blocks.items()]
 
 
 def _input_factor(block: Block) -> Factor:
@@ -207,46 +325,40 @@ def _sides(block: Block) -> tuple[Side, Side]:
     return (_input_factor(block), block.spec.inputs - block.spec.has_bias), (block.G, block.spec.outputs)
 
 
-class Root(NamedTuple):
-    """(M/mean + δI)^(−1/4) of the first n coordinates of a factor M, [n, n], or [n] for a diagonal M."""
+def _roots(
+    sides: Mapping[str, tuple[Side, Side]], damping: float, exchange: Exchange | None, shares: int
+) -> tuple[Roots, tuple[int, int]]:
+    """The roots of all sides, and how many of full factors this process and all processes computed.
 
-    root: Tensor
-    trace: Tensor
-    """Trace of these coordinates of M, 0-dim."""
+    With an `exchange` each of these is computed by one process, those of diagonals by all; without, this process computes all,
+    in the stacks that this many processes (`shares`) would have, whose products a GPU rounds the same way.
+    """
+    full: dict[tuple[int, int], tuple[str, Factor]] = {}
+    rest: dict[tuple[int, int], Factor] = {}
+    for name in sorted(sides):  # the same order on all processes
+        for side, (factor, width) in zip("AG", sides[name], strict=True):
+            if isinstance(factor, Diagonal):
+                rest[id(factor), width] = factor
+            else:
+                full.setdefault((id(factor), width), (f"{name} {side}", factor))
+    keys, here = list(full), list(full)
+    if exchange is None:
+        found = relative_roots(rest, damping)
+        owners = assign([float(width**3) for _, width in keys], shares)
+        for share in range(shares):
+            found |= relative_roots(
+                {k: full[k][1] for k, own in zip(keys, owners, strict=True) if own == share}, damping
+            )
+        return found, (len(full), len(full))
 
+    def compute(places: list[int]) -> list[Tensor]:
+        here[:] = [keys[place] for place in places]
+        found = relative_roots({key: full[key][1] for key in here}, damping)
+        return [found[key] for key in here]
 
-def _roots(sides: Sequence[Side], damping: float) -> dict[tuple[int, int], Root]:
-    """{(id of a factor, n): the root of its first n coordinates}; those of one width are taken together."""
-    found: dict[tuple[int, int], Root] = {}
-    stacks: dict[tuple[int, torch.dtype, torch.device, bool], dict[int, Factor]] = {}
-    for factor, width in sides:
-        key = (width, factor.dtype, factor.device, isinstance(factor, Diagonal))
-        stacks.setdefault(key, {})[id(factor)] = factor
-    for (width, _, _, diagonal), factors in stacks.items():
-        each, keys = max(1, STACKED // (width if diagonal else width * width)), list(factors)
-        for begin in range(0, len(keys), each):
-            some = keys[begin : begin + each]
-            roots = _diagonal_roots if diagonal else _dense_roots
-            root_B, trace_B = roots([factors[key] for key in some], width, damping)
-            found |= {(key, width): Root(*pair) for key, *pair in zip(some, root_B, trace_B, strict=True)}
-    return found
-
-
-def _diagonal_roots(factors: Sequence[Factor], width: int, damping: float) -> tuple[Tensor, Tensor]:
-    values_BN = torch.stack([factor.diagonal()[:width] for factor in factors])
-    traces_B = values_BN.sum(-1)
-    return (values_BN / _unless_zero(traces_B / width)[:, None] + damping).pow(-0.25), traces_B
-
-
-def _dense_roots(factors: Sequence[Factor], width: int, damping: float) -> tuple[Tensor, Tensor]:
-    stack_BNN = torch.stack([factor.dense()[:width, :width] for factor in factors])
-    traces_B = stack_BNN.diagonal(dim1=-2, dim2=-1).sum(-1)
-    stack_BNN /= _unless_zero(traces_B / width)[:, None, None]
-    stack_BNN.diagonal(dim1=-2, dim2=-1).add_(damping)
-    bound = (width + damping * width**0.5) / damping  # the trace of M/mean is n, so its norm is at most n
-    return inverse_fourth_root(stack_BNN, bound), traces_B
-
-
-def _unless_zero(means: Tensor) -> Tensor:
-    """The means, 1 where one is not positive."""
-    return torch.where(means > 0, means, 1.0)
+    wanted = [
+        SharedTensor(label, width**3, (width, width), root_dtype(factor.dtype, factor.device), factor.device)
+        for (_, width), (label, factor) in full.items()
+    ]
+    shared = dict(zip(keys, share_tensors(exchange, wanted, compute), strict=True))
+    return shared | relative_roots(rest, damping), (len(here), len(full))

@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gramian
+from gramian.curvature.refresh import finish_refresh
 from gramian.models.gpt import GPT, GPTConfig
-from gramian.optim import recorded_steps
+from gramian.optim import recorded_steps, whitened_steps
+from tests.kit.processes import run_on_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -111,3 +113,49 @@ def test_a_scaler_of_half_precision_trains() -> None:
         scaler.update()
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0] - 0.5
+
+
+def test_the_record_states_the_error_of_roots_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whitened_steps, "MEASURED", 100)
+    torch.manual_seed(0)
+    optimizer = trained(GPT(CONFIG).cuda(), 2)
+    facts = optimizer.record()["operators"]
+    assert facts["root_products"] == ["bf16x3, then float16"] and facts["step_products"] == ["float16"]
+    low, high = facts["measured"]["singular_values"]
+    assert 0.74 < low < 0.82 and 1.18 < high < 1.26
+    blocks = {block.spec.parameters[0]: block for block in optimizer.kfac.kfac_factors.values()}
+    assert len(facts["measured"]["root_errors"]) >= 2 * CONFIG.layers
+    for label, error in facts["measured"]["root_errors"].items():
+        name, side = label.split()
+        group = next(group for group in optimizer._steps.groups if name in group.names)
+        found = (group.P if group.turned == (side == "A") else group.D)[group.names.index(name)].double().cpu()
+        n = len(found)
+        factor = blocks[name].factors[side].to_dense().double().cpu()[:n, :n]
+        values, vectors = torch.linalg.eigh(factor / (factor.trace() / n) + 0.1 * torch.eye(n, dtype=torch.float64))
+        exact = (vectors * values**-0.25) @ vectors.mT
+        assert error == pytest.approx(float((found - exact).norm() / exact.norm()), rel=1e-3) and error < 5e-3, label
+
+
+def shared_on_one_gpu(rank: int, size: int, free: int | None) -> tuple[list[Tensor], list[Tensor], dict[str, int]]:
+    """(shared operators, those that this process makes alone, numbers of roots); `free` bytes of memory for factors."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(GPT(CONFIG).cuda())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whitened_steps, "SPARED", 0.0)
+        if free is not None:
+            patch.setattr(finish_refresh, "free_memory", lambda _: free)
+        optimizer = trained(model, 3)
+    roots, groups = optimizer.record()["operators"]["roots"], optimizer._steps.groups
+    optimizer._steps.make(*optimizer._whitened(optimizer._trained()))
+    found, alone = ([t.cpu() for g in each for t in (g.P, g.D, g.least)] for each in (groups, optimizer._steps.groups))
+    return found, alone, roots
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("free", [None, 200_000], ids=["all on the GPU", "some factors on the CPU"])
+def test_two_processes_have_the_same_bits_of_roots(free: int | None) -> None:
+    (first, alone, roots), (second, _, others) = run_on_ranks(2, shared_on_one_gpu, free)
+    assert abs(roots["here"] - others["here"]) <= 1 and roots["here"] + others["here"] == roots["all"] > 4
+    for p, q, own in zip(first, second, alone, strict=True):
+        assert torch.equal(p, q)
+        assert float((p.double() - own.double()).norm()) <= 5e-3 * float(own.double().norm())

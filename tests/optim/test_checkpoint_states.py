@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.nn import functional as F
 
 import gramian
 from tests.kit.refusals import refused
@@ -69,6 +70,17 @@ def test_a_folder_goes_on_bit_for_bit_in_a_new_optimizer(flat: bool, tmp_path: P
     goes_on((model, optimizer), (other, again))
 
 
+class BothWays(nn.Module):
+    """A weight that is no matrix of one layer: it is used as it is and transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.3 * torch.randn(20, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, self.weight).tanh(), self.weight.mT)
+
+
 class Assumed(nn.Module):
     """Weights of which a backward shows whether they are matrices; no forward shows the output layer, which is tied."""
 
@@ -76,12 +88,12 @@ class Assumed(nn.Module):
         super().__init__()
         self.table, self.mix = nn.Embedding(9, 6), nn.MultiheadAttention(6, 2, batch_first=True)
         self.rnn = nn.LSTM(6, 6, batch_first=True)
-        self.up, self.head = nn.Linear(6, 6), nn.Linear(6, 9)
+        self.up, self.head, self.both = nn.Linear(6, 6), nn.Linear(6, 9), BothWays()
         self.head.weight = self.table.weight
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.table(x)
-        return self.head(self.up(self.rnn(self.mix(h, h, h, need_weights=False)[0])[0]))
+        return self.head(self.both(self.up(self.rnn(self.mix(h, h, h, need_weights=False)[0])[0])))
 
 
 @pytest.mark.parametrize("way", ["flattened", "folder"])
@@ -95,7 +107,7 @@ def test_weights_that_the_first_refresh_decides_on_go_on_bit_for_bit(way: str, t
         stepped(optimizer, model, batch_of("words", step))
     assert all(block.A is not None for block in optimizer.kfac.kfac_factors.values())
     saved = get_optimizer_state_dict(model, optimizer, options=options)
-    assert "state.rnn.weight_ih_l0.exp_avg" in saved and "state.mix.in_proj_weight.momentum_buffer" in saved
+    assert "state.both.weight.exp_avg" in saved and "state.mix.in_proj_weight.momentum_buffer" in saved
     other = Assumed()
     again = optimizer_of(other)
     if way == "folder":

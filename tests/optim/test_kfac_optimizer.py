@@ -101,9 +101,9 @@ def test_ten_steps_are_those_of_the_oracle(kind: str) -> None:
 
 
 BUGS = {
-    "stale operators": Edit("WhitenedSteps.update", "if len(now) ==", "if self.groups or len(now) =="),
+    "stale operators": Edit("WhitenedSteps.update", "if now != before", "if not self.groups"),
     "a bias in A": Edit("whitened_steps:_sides", "block.spec.inputs - block.spec.has_bias", "block.spec.inputs"),
-    "no mean": Edit("whitened_steps:_dense_roots", "stack_BNN /= _unless", "stack_BNN *= _unless"),
+    "no mean": Edit("inverse_roots:dense_roots", "stack_BNN /= unless", "stack_BNN *= unless"),
     "no Nesterov": Edit("matrix_steps:nesterov_averages_twin", "lerp(list(gradients),", "lerp(list(momenta),"),
     "one scale for all columns": Edit(
         "WhitenedGradients.direction",

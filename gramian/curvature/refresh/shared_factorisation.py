@@ -9,14 +9,19 @@ entries once a refresh. The alternative, to leave it where it was computed and t
 each of A and G at every step, and every step waits for the owner of A and then for that of G; each process stores n² entries
 of the factor anyway.
 
+`share_tensors` does the same for tensors of known shapes, of which none depends on another, in fewer collectives.
+
 Computed by every process instead: the Cholesky factors of an A that layers with different damping share (a factor stores one
 damping at a time), those of an exact softmax head whose rows are sharded, and the systems for fractional powers of such heads.
 """
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import heapq
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -181,11 +186,86 @@ def assign(costs: Sequence[float], size: int) -> list[int]:
 
     The most expensive task comes first, each goes to the least loaded process; no load exceeds Σ costs/`size` + the largest.
     """
-    loads, found = [0.0] * size, [0] * len(costs)
+    loads, found = [(0.0, rank) for rank in range(size)], [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        found[i] = min(range(size), key=lambda rank: (loads[rank], rank))
-        loads[found[i]] += costs[i]
+        load, found[i] = heapq.heappop(loads)
+        heapq.heappush(loads, (load + costs[i], found[i]))
     return found
+
+
+class SharedRefresh:
+    """A capture of several processes, used as that capture is; at its end they share what they make of the new factors.
+
+    ```python
+    capture = SharedRefresh(kfac.capture(model, num_terms=n), then=share)  # `share` is collective
+    ```
+    """
+
+    def __init__(self, capture: Any, then: Callable[[], None]) -> None:
+        self._capture, self._then = capture, then
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._capture, name)
+
+    def __enter__(self) -> Any:
+        return self._capture.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._capture.__exit__(*error)
+        if error[0] is None:  # else all processes raise
+            self._then()
+
+
+class SharedTensor(NamedTuple):
+    """A tensor that one process computes and all store; equal on all processes but for the number of the device."""
+
+    name: str
+    cost: float
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def share_tensors(
+    exchange: Exchange, wanted: Sequence[SharedTensor], compute: Callable[[list[int]], Sequence[Tensor]]
+) -> list[Tensor]:
+    """The tensors of `wanted` on all processes, each computed by one of them, with the same bits. Collective.
+
+    `compute` returns the tensors at the places of this process's share (see `assign`). An all-gather of messages, then one of
+    all tensors of a dtype in one row (a broadcast from each process if their numbers of entries differ). If `compute` fails
+    on one process, or `wanted` differs, all processes raise: the one that failed its own error, the others a GramianError.
+    """
+    owners = assign([one.cost for one in wanted], exchange.size)
+    own = [place for place, owner in enumerate(owners) if owner == exchange.rank]
+    problem: Exception | None = None
+    try:
+        made = dict(zip(own, compute(own), strict=True))
+    except Exception as error:  # of any kind (no memory, a solver's): raised when all processes know of it
+        problem = error
+    facts = [(one.name, one.cost, one.shape, str(one.dtype), one.device.type) for one in wanted]
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()
+    reports = exchange.gather_messages([digest, "" if problem is None else f"{type(problem).__name__}: {problem}"])
+    if problem is not None:
+        raise problem
+    for rank, (theirs, text) in enumerate(reports):
+        if text:
+            raise GramianError(f"process {rank}: {' '.join(text.split())}; expected every process to compute its share")
+        if theirs != reports[0][0]:
+            raise GramianError(
+                f"process {rank}: shares other tensors than process 0; expected the same weights, parameter groups and "
+                "kind of device on all processes"
+            )
+    found: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(one.dtype for one in wanted):
+        places = sorted((i for i, one in enumerate(wanted) if one.dtype == dtype), key=lambda i: owners[i])
+        sizes, counts = [math.prod(wanted[i].shape) for i in places], [0] * exchange.size
+        like = torch.empty(0, dtype=dtype, device=wanted[places[0]].device)
+        for i, size in zip(places, sizes, strict=True):
+            counts[owners[i]] += size
+        row = torch.cat([like, *(made.pop(i).flatten().to(like) for i in places if i in made)])
+        pieces = exchange.gather_rows(row, counts).split(sizes)
+        found |= {i: piece.view(wanted[i].shape) for i, piece in zip(places, pieces, strict=True)}
+    return [found[i].to(one.device) for i, one in enumerate(wanted)]
 
 
 def _wanted(blocks: Mapping[str, Block], power: float) -> list[tuple[str, str, What]]:
