@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -50,6 +51,20 @@ def take_turns(variants: dict[str, Callable[[], Any]], rounds: int, steps: int, 
         for name in order:
             times[name].append(seconds(variants[name], steps))
     return times
+
+
+def kernels(step: Callable[[], Any], most: int = 14) -> dict[str, list[float]]:
+    """{kernel: [milliseconds, launches]} of those that take longest in one step, after "all" of them; {} without a GPU."""
+    if not torch.cuda.is_available():
+        return {}
+    synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as traced:
+        step()
+        synchronize()
+    found = sorted(traced.key_averages(), key=lambda event: -event.self_device_time_total)
+    rows = [(event.key[:90], event.self_device_time_total / 1e3, event.count) for event in found]
+    total = ("all", sum(row[1] for row in rows), sum(row[2] for row in rows))
+    return {name: [round(milliseconds, 3), count] for name, milliseconds, count in (total, *rows[:most])}
 
 
 def ratio(times: list[float], base: list[float]) -> float:

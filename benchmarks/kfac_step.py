@@ -4,7 +4,7 @@
 
 GPT of 12 layers of width 768 (vocabulary 50257) and of 4 layers of width 2048 (vocabulary 32000), 16 × 1024 tokens, float32
 weights, bf16 autocast; `precondition` on SGD, a refresh every 10 steps from 2,048 tokens. "exact" is the exact path at every
-step, which analysis uses. On a CPU a small model stands in.
+step, which analysis uses; "kernels" is what runs on the GPU in one step. On a CPU a small model stands in.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import gramian
-from benchmarks._timing import seconds, write
+from benchmarks._timing import kernels, seconds, write
 from gramian.curvature.apply.natural_gradient import gradients_of, ready_natural_gradient
 from gramian.models.gpt import GPT, GPTConfig
 
@@ -61,6 +61,14 @@ def measure(config: GPTConfig, device: str, steps: int) -> dict[str, Any]:
         own.step()
 
     found["optimizer"] = _ratios(own_step, own.kfac, 2 * EVERY, steps, plain_step)
+    while own.kfac.steps % (2 * EVERY) < 5:  # the next step neither refreshes nor is recorded
+        own_step()
+    found["kernels"] = {
+        "plain": kernels(plain_step),
+        "plain, optimizer alone": kernels(plain.step),
+        "between refreshes": kernels(own_step),
+        "between refreshes, optimizer alone": kernels(own.step),
+    }
     kfac = gramian.KFACNaturalGradient(update_freq=EVERY, max_tokens=min(2048, terms // 2))
     optimizer = gramian.precondition(torch.optim.SGD(model.parameters(), lr=1e-3), model, kfac)
 

@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 import gramian
-from benchmarks._timing import known, ratio, take_turns, write
+from benchmarks._timing import kernels, known, ratio, take_turns, write
 from benchmarks.private_step import busy_and_host, loss_of
 from gramian.models.gpt import GPT, GPTConfig
 
@@ -121,17 +120,6 @@ def profiled(step: Callable[[], None], engine: Any) -> dict[str, Any]:
         phases[row["phase"]] = phases.get(row["phase"], 0.0) + row["milliseconds"] * row["calls"] / WATCHED
     watch.entries.clear()
     return {"phases": phases, "busy_and_host": busy_and_host(step), "kernels": kernels(step)}
-
-
-def kernels(step: Callable[[], None], most: int = 14) -> dict[str, list[float]]:
-    """{kernel: [milliseconds, launches]} of those that take longest in one step."""
-    if not CUDA:
-        return {}
-    with profile(activities=[ProfilerActivity.CUDA]) as told:
-        step()
-        torch.cuda.synchronize()
-    found = sorted(told.key_averages(), key=lambda event: -event.self_device_time_total)[:most]
-    return {event.key[:90]: [round(event.self_device_time_total / 1e3, 3), event.count] for event in found}
 
 
 def _let_go() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from gramian.linalg import Clip, Dense, DiagonalLowRank, LowRank
 from gramian.linalg.factors import diagonal_low_rank
 from tests.kit.matrix import FULL
-from tests.linalg.matrices import CASES, brute_clip, damped_power, distance, normal, probabilities
+from tests.linalg.matrices import CASES, brute_clip, damped_power, distance, normal, positive, probabilities
 
 pytestmark = pytest.mark.oracle
 
@@ -111,3 +111,9 @@ def test_an_unreached_clip_leaves_no_note(wide_softmax: DiagonalLowRank) -> None
     wide_softmax.power(normal(12, 3), -1.0, 0.1, 1e6)
     assert wide_softmax.work.clip_note == ""
     assert wide_softmax.work.error_bound == 0
+
+
+def test_a_clipped_power_is_the_same_at_every_call() -> None:
+    """The first call of a float64 vector decomposes a float32 matrix in float32, then in float64: the floor is the second's."""
+    factor, y = Dense.of(positive(30).float()), normal(30, 2)
+    assert torch.equal(factor.power(y, -0.5, 1e-3, 50.0), factor.power(y, -0.5, 1e-3, 50.0))

@@ -287,7 +287,9 @@ class Spectral(Factor):
             raise GramianError(f"damping: expected more than 0 for the power {p} of a singular matrix, got {damping}")
         given = torch.promote_types(self.dtype, y_NK.dtype)
         y_NK = y_NK.to(torch.promote_types(self.working_dtype(lowest, p), y_NK.dtype))
-        c_RK = self.to_basis(y_NK)  # first: the spectrum is then as exact as the basis
+        c_RK = self.to_basis(y_NK)  # first: the spectrum, and the floor, are then as exact as the basis
+        floor = self._floor(damping, max_condition)
+        lowest = max(damping, floor)
         f_R = raised(self.spectrum.double() + damping, floor).pow(p).to(y_NK)
         if self.complete and self.orthonormal:
             return self.from_basis(f_R[:, None] * c_RK).to(given)
