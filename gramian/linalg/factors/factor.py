@@ -281,15 +281,13 @@ class Spectral(Factor):
         Raises:
             GramianError: for a negative power of a singular matrix without damping.
         """
+        working = self.working_dtype(max(damping, self._floor(damping, max_condition)), p)
+        given, y_NK = torch.promote_types(self.dtype, y_NK.dtype), y_NK.to(torch.promote_types(working, y_NK.dtype))
+        c_RK = self.to_basis(y_NK)  # first: the spectrum, and the floor, are then as exact as the basis
         floor = self._floor(damping, max_condition)
         lowest = max(damping, floor)
         if p < 0 and lowest <= 0 and not self.complete:
             raise GramianError(f"damping: expected more than 0 for the power {p} of a singular matrix, got {damping}")
-        given = torch.promote_types(self.dtype, y_NK.dtype)
-        y_NK = y_NK.to(torch.promote_types(self.working_dtype(lowest, p), y_NK.dtype))
-        c_RK = self.to_basis(y_NK)  # first: the spectrum, and the floor, are then as exact as the basis
-        floor = self._floor(damping, max_condition)
-        lowest = max(damping, floor)
         f_R = raised(self.spectrum.double() + damping, floor).pow(p).to(y_NK)
         if self.complete and self.orthonormal:
             return self.from_basis(f_R[:, None] * c_RK).to(given)
