@@ -5,8 +5,10 @@ its final name, and the folder is synced. A reader sees the previous file or the
 one SHA-256 pass, two fsyncs and a rename.
 """
 
+import glob
 import hashlib
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,7 +56,7 @@ class HashedFile:
 
     Args:
         path: the final name.
-        private: True: mode 0600, from its creation on; False: mode 0644 less the umask.
+        private: True: mode 0600 and a temporary name that cannot be guessed; False: mode 0644 less the umask.
         rename: True: write under a temporary name until `finish`; False: create the file under its final name, which must be
             free: for a folder that is itself renamed when it is complete.
     """
@@ -159,13 +161,16 @@ def sync_path(path: Path) -> None:
         os.close(handle)
 
 
-def _open_temporary(path: Path, private: bool) -> tuple[int, Path]:
-    """Create the temporary file of `path`, in place of one that a killed process left; returns its descriptor and its name.
+def remove_temporaries(path: Path) -> None:
+    """Remove the temporary files of the private file `path` that killed processes left; for the one process that writes it."""
+    for left in path.parent.glob(f"{TEMPORARY}{glob.escape(path.name)}.*"):
+        left.unlink(missing_ok=True)
 
-    `private`: a new file of mode 0600; what another user puts there in between, a link too, is a FileExistsError.
-    """
-    temporary = path.with_name(TEMPORARY + path.name)
+
+def _open_temporary(path: Path, private: bool) -> tuple[int, Path]:
+    """Create the temporary file of `path`; returns its descriptor, open for writing, and its name. `private`: mode 0600."""
     if private:
-        temporary.unlink(missing_ok=True)
-        return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), temporary
+        handle, name = tempfile.mkstemp(prefix=f"{TEMPORARY}{path.name}.", dir=path.parent)
+        return handle, Path(name)
+    temporary = path.with_name(TEMPORARY + path.name)
     return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), temporary

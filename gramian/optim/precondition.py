@@ -137,10 +137,10 @@ class _NaturalStep:
         for place, group in enumerate(optimizer.param_groups):
             first = self._first_rates[place] if place < len(self._first_rates) else group["lr"]
             rate = float(group.get("initial_lr", first))
-            if rate == 0 and float(group["lr"]) > 0:
+            if rate == 0 and float(group["lr"]) > 0 and any(p.grad is not None for p in group["params"]):
                 raise GramianError(
-                    "kl_clip: bounds no step of a schedule that starts from lr 0; expected an optimizer made with the rate "
-                    "that the schedule multiplies, or kl_clip=None"
+                    f"kl_clip: bounds no step of param_groups[{place}], whose schedule starts from lr 0; expected a first "
+                    'rate (or "initial_lr") that the schedule multiplies, or kl_clip=None'
                 )
             rates |= dict.fromkeys(map(id, group["params"]), rate)
         blocks = self._kfac.kfac_factors
@@ -183,7 +183,8 @@ def _overwrite(gradients: Mapping[str, Tensor], natural: Mapping[str, Tensor], s
             torch._foreach_copy_(into, values)
             torch._foreach_mul_(into, factor)
         else:
-            torch._foreach_copy_(into, torch._foreach_mul(values, factor))
+            torch._foreach_mul_(values, factor)  # of this step alone, and no gradient: those have the other dtype
+            torch._foreach_copy_(into, values)
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

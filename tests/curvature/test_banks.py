@@ -223,6 +223,51 @@ def test_padding_that_is_routed_is_not_counted(case: tuple[int, type[Alone] | No
             assert_close(found.kfac_factors[name].A.to_dense(), tokens.mT @ tokens / len(tokens), 1e-10, name)
 
 
+@pytest.mark.parametrize("shape", [(1, 6), (2, 6), (2, 3)], ids=str)
+@pytest.mark.parametrize("by", ["weights", "backward"])
+def test_experts_that_see_equally_many_tokens_do_not_see_them_in_order(shape: tuple[int, int], by: str) -> None:
+    """One token or two of each sample for every expert: neither samples nor experts differ."""
+    x = torch.arange(6).repeat(2).view(-1)[: shape[0] * shape[1]].view(shape)
+    y = classes(V, *shape)
+    y[0, -1] = y[-1, 0] = -100
+    model, found, w = seeded(lambda: Routed(None)), kfac(), (y != -100).double()
+    with found.capture(model, num_terms=int(w.sum()), token_weights=w if by == "weights" else None):
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+    assert not found.record()["padding_counted"]
+    for e in range(3):
+        tokens = model.first.weight.detach()[x[(y != -100) & (x % 3 == e)]]
+        if len(tokens):
+            assert_close(found.kfac_factors[f"up[{e}]"].A.to_dense(), tokens.mT @ tokens / len(tokens), 1e-10, f"{e}")
+
+
+class Memory(nn.Module):
+    """Experts over the first three tokens, of which token j goes to the head's token 5 − j, times a gate that may be zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.experts, self.head = nn.Embedding(7, D), Alone(), nn.Linear(D, V)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        h = self.first(x)
+        memory = self.experts(h[:, :3], x[:, :3]) * gate[..., None]
+        return self.head(h + torch.cat([torch.zeros_like(memory), memory.flip(1)], 1))
+
+
+@pytest.mark.parametrize("max_tokens", [None, 100])
+def test_a_bank_over_fewer_tokens_than_the_head_has_no_mask_of_the_head_s(max_tokens: int | None) -> None:
+    """Its second token has no gradient, and the head's second token no loss term: that is another token."""
+    x, gate = torch.tensor([[0, 3, 1, 2, 4, 5], [6, 3, 2, 1, 4, 5]]), torch.ones(2, 3).double()
+    y = classes(V, 2, 6)
+    y[0, 1] = -100
+    gate[0, 1] = 0
+    model, found = seeded(Memory), kfac(max_tokens=max_tokens)
+    with found.capture(model, num_terms=11):
+        F.cross_entropy(model(x, gate).flatten(0, 1), y.flatten()).backward()
+    tokens = model.first.weight.detach()[x[:, :3][x[:, :3] % 3 == 0]]
+    want = tokens.mT @ tokens / len(tokens)
+    assert_close(found.kfac_factors["experts.up[0]"].A.to_dense(), want, 1e-10)
+
+
 def test_all_experts_of_a_product_are_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = list[int]()
     plain = token_moments.ragged_products

@@ -411,7 +411,7 @@ def test_a_rate_that_grows_from_zero_has_no_bound_and_is_refused() -> None:
     optimizer.step()  # a rate of 0 moves nothing
     optimizer.param_groups[0]["lr"] = 0.1
     before, gradients = _parameters(model), _gradients(model)
-    with refused("kl_clip: bounds no step", "starts from lr 0"):
+    with refused("kl_clip: bounds no step of param_groups[0]", "starts from lr 0", "initial_lr"):
         optimizer.step()
     assert_same(_parameters(model), before)
     assert_same(_gradients(model), gradients)

@@ -99,8 +99,8 @@ class TokenSelection:
         """Record in `padded` a layer with more tokens than loss terms if it is not known which tokens have no term."""
         if sides.positions_BT is not None:
             return
-        batch, tokens = info.rows, sides.gradients_BTO.shape[1]
         with_term_BT = self._with_term.get(info.number)
+        batch, tokens = info.rows, sides.gradients_BTO.shape[1]
         fits = with_term_BT is None or with_term_BT.shape[1] in (1, tokens) or tokens == 1
         self._note(batch * tokens, info, layer, fits)
 
@@ -165,8 +165,7 @@ class TokenSelection:
             with_term_BT = self._with_term.get(info.number)
             if with_term_BT is None and info.number in self._with_term:
                 return bank, None
-            fits = with_term_BT is not None and (with_term_BT.shape[1] == 1 or _below(tokens_K, with_term_BT.shape[1]))
-            if with_term_BT is None or not fits:
+            if with_term_BT is None or not _same_tokens(with_term_BT, bank.sequence):
                 self._note(len(bank.owners_K.unique()), info, layer, fits=False)
                 return bank, None
             live_K = with_term_BT[samples_K, tokens_K if with_term_BT.shape[1] > 1 else 0]
@@ -224,10 +223,10 @@ class TokenSelection:
         if info.token_weights is not None or with_term_BT is None:
             return None
         if sides.positions_BT is not None:
+            if sides.sequence is None or not _same_tokens(with_term_BT, sides.sequence):
+                return None
             if with_term_BT.shape[1] > 1:
-                if not _below(sides.positions_BT, with_term_BT.shape[1]):
-                    return None
-                with_term_BT = with_term_BT.gather(1, sides.positions_BT.clamp(min=0)) | (sides.positions_BT < 0)
+                with_term_BT = with_term_BT.gather(1, sides.positions_BT)
         elif tokens == 1:  # behind a pooling, or one token for a sample
             with_term_BT = with_term_BT.any(1, keepdim=True)
         elif with_term_BT.shape[1] not in (1, tokens):
@@ -240,6 +239,6 @@ class TokenSelection:
         return live_BT
 
 
-def _below(numbers: Tensor, limit: int) -> bool:
-    """Whether all numbers are below a limit. Waits for the device."""
-    return not numbers.numel() or int(numbers.max()) < limit
+def _same_tokens(with_term_BT: Tensor, sequence: int) -> bool:
+    """Whether a mask is of as many tokens as a layer has, or of samples alone."""
+    return with_term_BT.shape[1] in (1, sequence)

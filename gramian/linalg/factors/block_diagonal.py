@@ -72,9 +72,7 @@ class BlockDiagonal(Spectral):
         return norm
 
     def largest_bound(self) -> Tensor:
-        """The largest Frobenius norm of a block, an upper bound of the largest eigenvalue; that itself once decomposed."""
-        if self._eigen is not None:
-            return self._eigen[0].max()
+        """The largest Frobenius norm of a block, an upper bound of the largest eigenvalue."""
         norms: Tensor = torch.linalg.vector_norm(self.blocks_RWW, dim=(1, 2), dtype=torch.float64)
         return norms.max()
 

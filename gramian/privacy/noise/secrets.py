@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from gramian.core.durable_files import replace_file, replacing
+from gramian.core.durable_files import remove_temporaries, replace_file, replacing
 from gramian.core.errors import GramianError
 
 KEY_BYTES = 32
@@ -143,6 +143,7 @@ class ReleaseCounter:
             GramianError: if the file is missing although it must exist, is damaged, or cannot be written.
         """
         path = Path(path)
+        remove_temporaries(path)
         recorded, about = _read_mark(path)
         if recorded < 0 and must_exist:
             raise GramianError(f"{path}: no such file; expected the release counter that lies beside the checkpoint")

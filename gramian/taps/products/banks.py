@@ -28,6 +28,8 @@ class BankSides:
     """[E + 1]: matrix e has the rows `order_K[ends[e] : ends[e + 1]]`."""
     batch: int
     layout: Literal["out_in", "in_out"]
+    sequence: int
+    """Number of tokens of a sample that owners count; 0: not known."""
 
     @classmethod
     def of(
@@ -39,6 +41,7 @@ class BankSides:
         batch: int,
         count: int,
         layout: Literal["out_in", "in_out"],
+        sequence: int,
     ) -> "BankSides":
         """The rows of `count` matrices; those of no sample, or of no matrix, are left out. Waits for the device once."""
         counts_R = (owners_R >= 0) & (owners_R < batch << BITS) & (groups_R >= 0) & (groups_R < count)
@@ -48,7 +51,7 @@ class BankSides:
         lengths = torch.bincount(groups_R, minlength=count + 1)[:count].tolist()
         ends = (0, *itertools.accumulate(lengths))
         order_K = order_R[: ends[-1]]
-        return cls(inputs_RI, gradients_RO, order_K, owners_R[order_K], ends, batch, layout)
+        return cls(inputs_RI, gradients_RO, order_K, owners_R[order_K], ends, batch, layout, sequence)
 
     def only(self, mask_K: Tensor) -> "BankSides":
         """The rows where a mask is True. Waits for the device once."""
@@ -75,7 +78,14 @@ class BankSides:
         counted_BT = padded(torch.ones_like(samples_K, dtype=torch.bool))
         inputs_BTI, gradients_BTO = padded(self.inputs_RI[rows_K]), padded(self.gradients_RO[rows_K])
         full = None if bool(counted_BT.all()) else counted_BT
-        return Sides(inputs_BTI, gradients_BTO, full, positions_BT=padded(positions_K), layout=self.layout)
+        return Sides(
+            inputs_BTI,
+            gradients_BTO,
+            full,
+            positions_BT=padded(positions_K),
+            sequence=self.sequence or None,
+            layout=self.layout,
+        )
 
 
 @dataclass(frozen=True)

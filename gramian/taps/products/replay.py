@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gramian.taps.gradients.by_sample import Run, in_a_loop
-from gramian.taps.products.parts import owner
+from gramian.taps.products.parts import owner, part_of
 from gramian.taps.products.recorded_products import MatrixTokens, RecordedProducts
 from gramian.taps.products.sides import LayerForm, Sides
 
@@ -127,12 +127,14 @@ def _one_by_one(
                 calls.setdefault(tokens.key, []).append(tokens)
         samples.append({key: _joined(tokens) for key, tokens in calls.items()})
         outputs.append([y.detach() for y in ys])
+    per_sample = cotangents[0].shape[1:-1].numel() if cotangents[0].dim() > 2 else 0  # the layer's own number of tokens
     lengths: dict[str, set[int]] = {}
     for key, sample in itertools.product(forms, samples):
         sides = sample.get(key)
-        lengths.setdefault(owner(key), set()).add(sides.gradients_BTO.shape[1] if isinstance(sides, Sides) else 0)
+        begun = {per_sample} if per_sample and _matrices(key) != key else set[int]()
+        lengths.setdefault(_matrices(key), begun).add(sides.gradients_BTO.shape[1] if isinstance(sides, Sides) else 0)
     routed = {name for name, seen in lengths.items() if len(seen) > 1}
-    found = {key: _stacked([sample.get(key) for sample in samples], owner(key) in routed) for key in forms}
+    found = {key: _stacked([sample.get(key) for sample in samples], _matrices(key) in routed) for key in forms}
     return _of_all_parts(found), [torch.stack(column) for column in zip(*outputs, strict=True)]
 
 
@@ -145,18 +147,26 @@ def _joined(calls: Sequence[MatrixTokens]) -> Sides | str:
     counted_BT = None
     if first.counted_BT is not None:
         counted_BT = torch.cat([t.counted_BT for t in calls if t.counted_BT is not None], 1)
-    positions_BT = None
+    positions_BT, sequence = None, None
     if len(calls) > 1 and max(lengths) > 1:
         one = [torch.arange(length, device=g_BTO.device) for length in lengths]
-        positions_BT = torch.cat(one).expand(len(g_BTO), -1)
-    return Sides(a_BTI, g_BTO, counted_BT, positions_BT=positions_BT, layout=first.layout, recorded=True)
+        positions_BT, sequence = torch.cat(one).expand(len(g_BTO), -1), max(lengths)
+    return Sides(
+        a_BTI, g_BTO, counted_BT, positions_BT=positions_BT, sequence=sequence, layout=first.layout, recorded=True
+    )
+
+
+def _matrices(key: str) -> str:
+    """The bank that a matrix is one of ("w" for "w[3]"), else its own name: parts like "w[0:8]" see tokens of their own."""
+    parameter, rows = part_of(key)
+    return parameter if isinstance(rows, int) else key
 
 
 def _stacked(samples: Sequence[Sides | str | None], routed: bool) -> Sides | str:
     """The tokens of all samples of one matrix.
 
-    `routed`: numbers of tokens differ between samples or between matrices of one parameter. Such tokens are of unknown
-    position: those on which no loss depends (padding) are known by a gradient of zero, and masked.
+    `routed`: numbers of tokens differ between samples, between matrices of a bank, or from that of its layer. Such tokens are
+    of unknown position: those on which no loss depends (padding) are known by a gradient of zero, and masked.
     """
     refused = next((one for one in samples if isinstance(one, str)), None)
     first = next((one for one in samples if isinstance(one, Sides)), None)
@@ -173,11 +183,13 @@ def _stacked(samples: Sequence[Sides | str | None], routed: bool) -> Sides | str
         found.append(torch.stack([F.pad(r, [0, 0] * (r.dim() - 1) + [0, max(lengths) - len(r)]) for r in rows]))
     inputs, gradients, counted = found
     assert inputs is not None and gradients is not None
-    positions = None
+    positions, sequence = None, None
     if routed:
         real = (gradients != 0).any(-1)
         counted = real if counted is None else counted & real
         positions = torch.full(gradients.shape[:2], -1, device=gradients.device)
     elif first.positions_BT is not None:
-        positions = first.positions_BT.expand(len(samples), -1)
-    return Sides(inputs, gradients, counted, positions_BT=positions, layout=first.layout, recorded=True)
+        positions, sequence = first.positions_BT.expand(len(samples), -1), first.sequence
+    return Sides(
+        inputs, gradients, counted, positions_BT=positions, sequence=sequence, layout=first.layout, recorded=True
+    )

@@ -37,6 +37,8 @@ class Sides:
     positions_BT: Tensor | None = None
     """[B, T]: which of its sample's tokens each one is, for layers that see some of them, or several times; −1: unknown. None:
     they are in order."""
+    sequence: int | None = None
+    """Number of tokens of a sample that `positions_BT` count; None: unknown, or there are no positions."""
     layout: Literal["out_in", "in_out"] | None = None
     """Of an assumed form: how the weight was seen to be stored; None: as the form says."""
     recorded: bool = False

@@ -8,10 +8,10 @@ about functions that mix or reorder rows in other ways; the row proof finds rows
 The owner of a row is sample · 2³² + token: the number of its sample, and that of the token inside the sample.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import gcd
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ class Owners:
     """Integers; on the CPU if `fixed`, whatever the device of the tensor."""
     fixed: bool
     """True if they follow from shapes alone, False if the content of a tensor has moved rows."""
+    sequence: int
+    """Number of tokens of a sample that owners count; 0: of several tensors with different numbers."""
 
 
 class RowOwners:
@@ -58,7 +60,7 @@ class RowOwners:
         for x, layout in zip(inputs, layouts, strict=True):
             rows, axis = x.shape[:-1], layout.axis
             if batch and axis is not None and axis < len(rows) and rows[axis] and rows[axis] % batch == 0:
-                self._of[x] = Owners(_in_order(batch, tuple(rows), layout), fixed=True)
+                self._of[x] = Owners(_in_order(batch, tuple(rows), layout), True, math.prod(rows) // batch)
 
     def of_use(self, x: Tensor, y: Tensor, columns: bool) -> Owners:
         """The owners of the rows of y, a product of the rows of x and a weight.
@@ -76,7 +78,7 @@ class RowOwners:
             rows = rows[..., :1].expand(*rows.shape[:-1], y.shape[-2])
         if rows.shape != y.shape[:-1]:
             raise UnknownUse("another number of rows")
-        return Owners(rows, known.fixed)
+        return Owners(rows, known.fixed, known.sequence)
 
     def set(self, y: Tensor, owners: Owners) -> None:
         """Give the rows of y these owners."""
@@ -92,13 +94,16 @@ class RowOwners:
         first: Owners = self._of[known[0]]
         found: Sequence[Owners | None]
         if name in RESHAPES:
-            found = [Owners(_reshaped(first.rows, known[0].shape, y.shape), first.fixed) for y in results]
+            shape = known[0].shape
+            found = [Owners(_reshaped(first.rows, shape, y.shape), first.fixed, first.sequence) for y in results]
         elif name in MOVES:
             widths = (None,) if _indexes_features(name, args, kwargs) else (1, None)
             found = self._moved(func, args, kwargs, results, widths)
         elif name in ADDS_ROWS and len(args) == 4 and args[1] == 0 and args[3] in self._of:
-            rows = on_device(self._of[args[3]].rows, args[2].device)
-            found = [Owners(rows.new_zeros(results[0].shape[:-1]).index_copy_(0, args[2], rows), fixed=False)]
+            added: Owners = self._of[args[3]]
+            rows = on_device(added.rows, args[2].device)
+            rows = rows.new_zeros(results[0].shape[:-1]).index_copy_(0, args[2], rows)
+            found = [Owners(rows, False, added.sequence)]
         else:
             found = [
                 next((self._of[x] for x in known if self._of[x].rows.shape == y.shape[:-1]), None) for y in results
@@ -122,6 +127,8 @@ class RowOwners:
         leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         index = next((t for t in leaves if t not in self._of), None)
         fixed = index is None and all(self._of[t].fixed for t in leaves)
+        sequences = {self._of[t].sequence for t in leaves if t in self._of}
+        sequence = sequences.pop() if len(sequences) == 1 else 0
         devices = {self._of[t].rows.device for t in leaves if t in self._of} | (
             {index.device} if index is not None else set()
         )
@@ -147,7 +154,7 @@ class RowOwners:
             if len(found) == len(results) and all(
                 t.shape[:-1] == y.shape[:-1] and t.shape[-1:] != (0,) for t, y in zip(found, results, strict=True)
             ):
-                return [Owners(t[..., 0], fixed) for t in found]
+                return [Owners(t[..., 0], fixed, sequence) for t in found]
         return [None] * len(results)
 
 
@@ -166,7 +173,7 @@ def _indexes_features(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _reshaped(owners: Tensor, before: torch.Size, after: torch.Size) -> Tensor:
     """Owners [*rows] of a tensor [*rows, features] after a reshape, which may split or join features."""
-    each = gcd(before[-1], after[-1]) or 1
+    each = math.gcd(before[-1], after[-1]) or 1
     parts = owners.unsqueeze(-1).expand(*owners.shape, before[-1] // each)
     return parts.reshape(*after[:-1], after[-1] // each)[..., 0]
 

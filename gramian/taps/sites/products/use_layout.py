@@ -29,6 +29,8 @@ class UseLayout:
     has_groups: bool
     tokens: int
     """Number of rows per sample, 0 if not known: samples may have different numbers."""
+    sequence: int
+    """Number of tokens of a sample that saved owners count; 0: not known."""
     in_place: bool
     """True if the weight was added in place, so that the observer must be put there in place, too."""
     order: str
@@ -54,7 +56,9 @@ class UseLayout:
             rows = part_of(key)[1]
             if isinstance(rows, int):
                 assert owners is not None and groups is not None
-                bank = bank or BankSides.of(a_RI, g_RO, owners, groups, batch, self.view.shape[0], layout)
+                bank = bank or BankSides.of(
+                    a_RI, g_RO, owners, groups, batch, self.view.shape[0], layout, self.sequence
+                )
                 if bank.ends[rows] < bank.ends[rows + 1]:
                     found[key] = BankPart(bank, rows)
                 continue
@@ -70,7 +74,9 @@ class UseLayout:
             part = slice(here.start - self.view.first, stop - self.view.first)
             a, g_part = (a_RI[:, part], g_RO) if layout == "in_out" else (a_RI, g_RO[:, part])
             if owners is not None:
-                found[key] = BankSides.of(a, g_part, owners, torch.zeros_like(owners), batch, 1, layout).part(0)
+                found[key] = BankSides.of(
+                    a, g_part, owners, torch.zeros_like(owners), batch, 1, layout, self.sequence
+                ).part(0)
             else:
                 found[key] = Sides(self._by_sample(a, batch), self._by_sample(g_part, batch), layout=layout)
         return found
@@ -125,5 +131,13 @@ def save(use: WeightUse, y: Tensor, owners: Owners, batch: int) -> tuple[list[Te
     if use.groups is not None:
         saved.append(use.groups.flatten())
     return saved, UseLayout(
-        use.view, use.form, use.out_first, use.columns, use.groups is not None, tokens, y is use.x, order
+        use.view,
+        use.form,
+        use.out_first,
+        use.columns,
+        use.groups is not None,
+        tokens,
+        owners.sequence,
+        y is use.x,
+        order,
     )
