@@ -367,11 +367,7 @@ TRAPS = (
         (
             Edit("apply_factors:_apply_block", "t.detach().to(wide)", "t.detach()"),
             Edit("Block.power", "y_OM = y_OM.to(torch.promote_types(y_OM.dtype, self._dtype(p, damping)))", "pass"),
-            Edit(
-                "Spectral.power",
-                "y_NK = y_NK.to(torch.promote_types(self.working_dtype(lowest, p), y_NK.dtype))",
-                "pass",
-            ),
+            Edit("Spectral.power", "y_NK.to(torch.promote_types(working, y_NK.dtype))", "y_NK"),
             Edit("Dense.to_basis", "[1].to(y_NK)", "[1]"),
         ),
         partial(test_a_model_in_half_precision_has_powers_and_products, torch.bfloat16, MANY),
