@@ -132,9 +132,10 @@ def _norms(x_BOM: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def _grams(x_BRN: Tensor) -> Tensor:
-    """XXᵀ of every matrix of a stack, in float32 for float16 on a GPU, else in the dtype of X."""
-    wide = x_BRN.is_cuda and x_BRN.dtype == torch.float16
-    return torch.bmm(x_BRN, x_BRN.mT, out_dtype=torch.float32) if wide else x_BRN @ x_BRN.mT
+    """XXᵀ of every matrix of a stack, in float32 for float16, else in the dtype of X."""
+    if x_BRN.dtype != torch.float16:
+        return x_BRN @ x_BRN.mT
+    return torch.bmm(x_BRN, x_BRN.mT, out_dtype=torch.float32) if x_BRN.is_cuda else x_BRN.float() @ x_BRN.float().mT
 
 
 def _times(left: Tensor, right: Tensor) -> Tensor:

@@ -260,7 +260,8 @@ def test_gradients_of_all_dtypes_and_layouts_are_overwritten_together_as_one_by_
     dtypes = [(torch.float32,) * 2, (torch.float64,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)]
     for number, (to, given) in enumerate([*dtypes, (torch.float32, torch.float64)] * 3):
         drawn = normal(7, 6, seed=number).to(given)
-        for layout, value in {"whole": drawn, "part": drawn[:, :5], "turned": drawn.mT, "vector": drawn[:, 0]}.items():
+        one, two, three, four = (drawn.clone() for _ in range(4))  # each is the step's own
+        for layout, value in {"whole": one, "part": two[:, :5], "turned": three.mT, "vector": four[:, 0]}.items():
             natural[f"{number}.{layout}"] = value
             gradients[f"{number}.{layout}"] = torch.zeros(value.shape, dtype=to)
     expected = {name: torch.empty_like(t) for name, t in gradients.items()}
