@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from linear_operator.operators import DenseLinearOperator, DiagLinearOperator, LowRankRootLinearOperator
 
 import gramian
-from gramian.linalg import Dense, Diagonal, DiagonalLowRank, LowRank, Spectral
+from gramian.linalg import BlockDiagonal, Dense, Diagonal, DiagonalLowRank, LowRank, Spectral
 from gramian.linalg.factors.factor import fetch_bounds, fetch_traces
 from tests.kit.matrix import FULL
 from tests.linalg.matrices import (
@@ -145,6 +145,13 @@ def test_a_bound_is_the_same_before_and_after_a_decomposition(case: Case) -> Non
     before = float(case.factor.largest_bound())
     case.factor.power(normal(case.factor.dim, 1), -0.5, DAMPING)
     assert float(case.factor.largest_bound()) == before == case.factor.bound()
+
+
+def test_a_bound_of_blocks_is_the_same_before_and_after_a_decomposition() -> None:
+    factor = BlockDiagonal(torch.stack([positive(5, seed=i) for i in range(3)]))
+    before = float(factor.largest_bound())
+    factor.power(normal(15, 1), -0.5, DAMPING)
+    assert float(factor.largest_bound()) == before
 
 
 @pytest.mark.parametrize("columns", [17, 18, 40])

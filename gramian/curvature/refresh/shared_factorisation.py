@@ -233,7 +233,7 @@ def share_tensors(
 
     `compute` returns the tensors at the places of this process's share (see `assign`). An all-gather of messages, then one of
     all tensors of a dtype in one row (a broadcast from each process if their numbers of entries differ). If `compute` fails
-    on one process, or `wanted` differs, all processes raise: the one that failed its own error, the others a GramianError.
+    on one process, that process raises its error and all others a GramianError; if `wanted` differs, all raise a GramianError.
     """
     owners = assign([one.cost for one in wanted], exchange.size)
     own = [place for place, owner in enumerate(owners) if owner == exchange.rank]
