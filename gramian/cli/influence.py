@@ -49,7 +49,8 @@ STAGES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `gramian influence` to a parser."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="build | query")
-    build = actions.add_parser("build", help="write the index of a model and its text", description=__doc__)
+    exact: Any = {"description": __doc__, "allow_abbrev": False}
+    build = actions.add_parser("build", help="write the index of a model and its text", **exact)
     add = build.add_argument
     add("config", nargs="?", metavar="CONFIG.toml", help="a training config: its run's model and training data")
     add("overrides", nargs="*", metavar="section.key=value", help="with a config")
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", metavar="NAME", help="cpu or cuda (default: cuda where there is one)")
     add("--seed", type=seed_number, default=0, metavar="SEED", help="of labels and projections (default: 0)")
     add("--out", type=Path, required=True, metavar="DIR", help="a new folder, or that of a build that was interrupted")
-    query = actions.add_parser("query", help="influence of every passage on a completion", description=__doc__)
+    query = actions.add_parser("query", help="influence of every passage on a completion", **exact)
     add = query.add_argument
     add("index", metavar="INDEX", help="the folder of a build")
     add("--prompt", metavar="TEXT", help="the text before the completion; it is not scored")

@@ -27,6 +27,8 @@ NAMED: dict[str, tuple[tuple[str, ...], bytes | None, str]] = {
     "an integer that no float holds": (
         ("plan", CONFIG), b"[optimizer]\nlr = 1" + b"0" * 400, "optimizer.lr: expected a number that fits into 64 bits, got"),
     "a value of 5000 characters": (("plan", CONFIG), tiny(model={"kind": "a" * 5000}), "model.kind: expected one of 'gpt', "),
+    "a flag of an action, cut short": (
+        ("influence", "build", "--pass", "3", "w/run", "--out", "new"), None, "influence: unknown '--pass'"),
     "a folder that is not UTF-8": (("init", "\udcff"), None, "argument '\\udcff': is not text; expected UTF-8"),
     "an unknown example": (("init", "new", "--example", "none"), None, "argument --example: 'none' is unknown; expected "),
     "more eigenvalues than parameters": (

@@ -36,7 +36,7 @@ def audited(folder: Path, canaries: AuditFinding | None = None, *words: str) -> 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A private run of two steps with correlated noise, and its receipt."""
+    """A private run of two steps with correlated noise, which has no more releases than these, and its receipt."""
     folder = tmp_path_factory.mktemp("audited") / "run"
     model, data = {"layers": 1, "width": 16}, {"length": 16, "batch": 4}
     privacy = {**UNPROVEN, "noise": "bandmf", "bands": 2}
@@ -202,7 +202,7 @@ def test_the_checks_themselves_pass_on_a_run_and_on_its_config(
 ) -> None:
     assert main(["audit", str(signed)]) == 0
     of_run = capsys.readouterr().out
-    assert main(["audit", str(signed / "config.toml"), "--releases", "12"]) == 0
+    assert main(["audit", str(signed / "config.toml"), "run.steps=20", "--releases", "12"]) == 0
     of_config = capsys.readouterr().out
     for shown in (of_run, of_config):
         assert [line.split()[1] for line in shown.splitlines() if line.startswith("ok ")] == [

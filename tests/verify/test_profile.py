@@ -293,7 +293,8 @@ def test_the_json_holds_every_figure(profiled):
         assert profile["private"]["memory"]["reserved"] is None
         assert not profile["flagged"] and profile["communication_of_backward"] == 0
         assert {"norm", "clip", "noise"} <= {line["phase"] for line in profile["layers"]}
-        assert sum(profile["ways"].values()) == sum(line["phase"] == "noise" for line in profile["layers"])
+        assert sum(profile["ways"].values()) == sum(line["phase"] == "norm" for line in profile["layers"])
+        assert [line["what"] for line in profile["layers"] if line["phase"] == "noise"] == ["17 parameters"]
     assert numbers["scaling"]["memory, plain"]["exponent"] > 0.5
 
 

@@ -296,7 +296,8 @@ class GradientSums:
                     reduction.wait()
             sums[name] = total.contiguous()
         nbytes, cuda = float(sum(total.nbytes for total in sums.values())), waiting[0][1].is_cuda
-        with self._stopwatch.time("noise", waiting[0][0], nbytes=nbytes, cuda=cuda):
+        of = waiting[0][0] if len(waiting) == 1 else f"{len(waiting)} parameters"
+        with self._stopwatch.time("noise", of, nbytes=nbytes, cuda=cuda):
             noised = release.noised(sums)
         for name, gradient in noised.items():
             p = self.trained[name]
