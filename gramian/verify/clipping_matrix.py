@@ -8,7 +8,7 @@ Legend: B samples, C the clip norm.
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from gramian.core.errors import GramianError
 from gramian.oracles.clipped_sum import ClippedSum, clip
 from gramian.oracles.single_sample import per_sample_gradients
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.privacy import PrivacyEngine
 from gramian.privacy.clipping.step_timing import Stopwatch
+from gramian.taps.hub import hub_of
 from gramian.verify.checks import Comparison, VerifyCheck, relative_error
 from gramian.verify.clipping_subjects import SUBJECTS, ClippingSubject, loss_of, loss_terms
 from gramian.verify.model_layouts import GPT_LINEARS, gathered, spread
@@ -145,8 +147,14 @@ class _Bench:
                 sample_rate=0.1,
                 **options,
             )
+        refusals = hub_of(model).refusals
         try:
             yield model, optimizer, engine
+        except Exception as problem:
+            if not isinstance(problem, GramianError):  # the other processes would wait for this one in their step
+                with suppress(GramianError), refusals.told():
+                    raise GramianError(f"{type(problem).__name__}: {problem}") from problem
+            raise
         finally:
             engine.detach()
             if self.stopwatch is not None:
