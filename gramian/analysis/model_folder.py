@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from gramian.analysis.masked_encoder import EmbeddingScores, MaskedHead, mask
 from gramian.analysis.subject import DTYPES, Batch, Subject, evenly_spaced, pieces
 from gramian.core.errors import GramianError
-from gramian.data.data_files import find_files, read_text
+from gramian.data.corpus.read_records import read_text
+from gramian.data.corpus.record_pieces import whole
+from gramian.data.data_files import find_files
 from gramian.models.huggingface import load_huggingface, open_model_folder
 
 MODEL = "argument --model"
@@ -152,7 +154,7 @@ def text_ids(tokenizer: Any, texts: Sequence[str], ends: bool) -> tuple[Tensor, 
     end = [tokenizer.eos_token_id] if ends and tokenizer.eos_token_id is not None else []
     ids: list[int] = []
     for file in find_files(texts, "text", "argument --text"):
-        ids += tokenizer.encode(read_text(file).decode(), add_special_tokens=False, verbose=False) + end
+        ids += tokenizer.encode(read_text(whole(file)).decode(), add_special_tokens=False, verbose=False) + end
     tokens_N = torch.tensor(ids, dtype=torch.long)
     if len(tokens_N) < 2:
         raise GramianError(f"argument --text: {Path(texts[0])} makes {len(tokens_N)} tokens; expected at least 2")

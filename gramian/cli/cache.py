@@ -1,6 +1,6 @@
-"""`gramian cache CONFIG.toml [section.key=value …]`: write a teacher's signal for the training windows of a config to disk.
+"""`gramian cache CONFIG.toml [--tokens] [section.key=value …]`: write a teacher's signal for a config's windows, or its tokens.
 
-An interrupted build continues where it stopped. Also under torchrun.
+An interrupted build continues where it stopped. A teacher's signal also under torchrun; tokens on all cores of one machine.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import argparse
 import time
 from typing import TYPE_CHECKING
 
-from gramian.cli.command_errors import is_first_process
+from gramian.cli.command_errors import is_first_process, refuse_torchrun
 from gramian.cli.config_arguments import add_config_arguments, check_device
-from gramian.cli.terminal import make_console, progress_bar, show
+from gramian.cli.terminal import later_progress_bar, make_console, progress_bar, show
 from gramian.core.errors import GramianError
 
 if TYPE_CHECKING:
@@ -21,7 +21,13 @@ if TYPE_CHECKING:
     from gramian.train.config.config import Config
     from gramian.train.loop.precision import Precision
 
-add_arguments = add_config_arguments
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `gramian cache` to a parser."""
+    add_config_arguments(parser)
+    parser.add_argument(
+        "--tokens", action="store_true", help="tokenise the files of the config into data.cache, and nothing else"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -30,8 +36,10 @@ def run(arguments: argparse.Namespace) -> int:
     from gramian.train.config.config import load_config
 
     config = load_config(arguments.config, arguments.overrides)
+    if arguments.tokens:
+        return _write_tokens(config)
     if config.teacher is None:
-        raise GramianError("teacher: expected a config with [teacher]")
+        raise GramianError("teacher: expected a config with [teacher], or --tokens")
     check_device(config)
     console, started = make_console(quiet=not is_first_process()), time.perf_counter()
     with world(config.run.device == "cpu", False) as grid:
@@ -45,6 +53,21 @@ def run(arguments: argparse.Namespace) -> int:
         if grid.rank == 0:
             write_origin(cache_folder(config), teacher_fingerprint(config.teacher.path))
         show(console, _summary(manifest, str(cache_folder(config)), time.perf_counter() - started))
+    return 0
+
+
+def _write_tokens(config: Config) -> int:
+    """Tokenise a config's files; prints the folders and what they hold."""
+    from gramian.data import load_tokenizer
+    from gramian.data.documents import write_tokens
+
+    refuse_torchrun("cache --tokens")
+    console = make_console()
+    with later_progress_bar(console, "bytes tokenised") as update:
+        for folder, (documents, tokens, seconds) in write_tokens(
+            config.data, load_tokenizer(config.data.tokenizer), update
+        ).items():
+            show(console, f"{folder}: {documents:,} documents, {tokens:,} tokens; {seconds:.0f} s")
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -111,3 +111,17 @@ def progress_bar(console: Console, title: str = "") -> Iterator[Update]:
     with Progress(TextColumn(title), *columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total, text="", /: bar.update(task, completed=done, total=total, description=text)
+
+
+@contextmanager
+def later_progress_bar(console: Console, title: str) -> Iterator[Update]:
+    """Context manager like `progress_bar` for work that may have been done before: nothing is drawn until its first call."""
+    with ExitStack() as stack:
+        bar: Update | None = None
+
+        def update(done: int, total: int, text: str = "", /) -> None:
+            nonlocal bar
+            bar = bar or stack.enter_context(progress_bar(console, title))
+            bar(done, total, text)
+
+        yield update

@@ -125,14 +125,15 @@ def end_with_methods(folder: RunFolder) -> Path | None:
 
 
 def _train(config: Config, grid: ProcessGrid, folder: RunFolder) -> int:
-    from gramian.cli.terminal import make_console
+    from gramian.cli.terminal import later_progress_bar, make_console
     from gramian.cli.train_progress import Progress
     from gramian.train.build.run_parts import build
     from gramian.train.loop.trainer import Trainer
 
     console = make_console(quiet=not is_first_process(), outlives_reader=True)
     with _one_line_failures(grid):
-        parts = build(config, grid)
+        with later_progress_bar(console, "bytes tokenised") as update:
+            parts = build(config, grid, update)
         with Progress(console, config) as progress:
             trainer = Trainer(parts, folder, progress.show_step, progress.show_event)
             ended = trainer.run()

@@ -237,7 +237,7 @@ class _Steps(Dataset[_Rows]):
         rows_R = self._windows.stack(windows) | {"windows": torch.from_numpy(windows)}
         if missing:
             rows_R["targets"][-1] = NOT_COUNTED
-        return position, int(self._windows.counts[batch].sum()), rows_R
+        return position, int(self._windows.counted(batch).sum()), rows_R
 
     def cut(self, rows_R: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         """Split the rows of this rank, {name: [rows, …]}, into micro-batches of the same names."""

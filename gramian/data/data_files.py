@@ -1,6 +1,6 @@
-"""Find the files that a config names, and read one of them: text, JSON lines, or token ids."""
+"""Find the files that a config names, and open files of token ids."""
 
-import codecs
+import glob
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ import numpy as np
 from gramian.core.errors import GramianError
 from gramian.data.tokenizer import Ids
 
-Source = Literal["embedded", "text", "jsonl", "tokens"]
+Source = Literal["embedded", "text", "jsonl", "parquet", "arrow", "tokens"]
 
 SUFFIXES: dict[str, tuple[str, ...]] = {
     "text": (
@@ -21,6 +21,8 @@ SUFFIXES: dict[str, tuple[str, ...]] = {
         ".sh",
     ),
     "jsonl": (".jsonl", ".ndjson"),
+    "parquet": (".parquet",),
+    "arrow": (".arrow", ".feather"),
     "tokens": (".npy", ".bin"),
 }  # fmt: skip
 """{source: suffixes of the files read from a folder}; a text or JSONL file that the config names may have any suffix."""
@@ -53,13 +55,12 @@ class Sidecar:
 def find_files(names: Sequence[str], source: Source, field: str = "data.files") -> list[File]:
     """List the files of `names` in the given order; a folder stands for its files of the right suffix, sorted by path.
 
-    Hidden files and folders inside a folder are skipped. A path that does not exist, or a folder without such a file, raises
-    a GramianError that names the config field `field`.
+    A name with *, ? or [ stands for what it matches, sorted; ** for folders of any depth. Hidden files and folders inside a
+    folder are skipped. A path that does not exist, a pattern without a match, or a folder without such a file raises a
+    GramianError that names the config field `field`.
     """
     found: list[File] = []
-    for name in names:
-        if not name:
-            raise GramianError(f"{field}: a name is empty; expected a file or a folder")
+    for name in (path for pattern in names for path in _matches(pattern, field)):
         path = Path(name)
         try:
             folder, exists = path.is_dir(), path.exists()
@@ -84,6 +85,18 @@ def find_files(names: Sequence[str], source: Source, field: str = "data.files") 
     return found
 
 
+def _matches(name: str, field: str) -> list[str]:
+    """The paths that a name stands for: itself, or what it matches if it is a pattern and no path."""
+    if not name:
+        raise GramianError(f"{field}: a name is empty; expected a file or a folder")
+    if not any(mark in name for mark in "*?[") or os.path.lexists(name):
+        return [name]
+    matches = sorted(glob.glob(name, recursive=True))
+    if not matches:
+        raise GramianError(f"{field}: {name} matches nothing; expected a file, a folder or a pattern of them")
+    return matches
+
+
 def read_bytes(path: Path) -> bytes:
     """Return the content of a file; raises `GramianError` if it cannot be read."""
     try:
@@ -92,20 +105,11 @@ def read_bytes(path: Path) -> bytes:
         raise unreadable(path, problem) from None
 
 
-def read_text(file: File) -> bytes:
-    """Return the bytes of a text file; raises if they are not UTF-8, or if a file that the config itself names is empty."""
-    content = read_bytes(file.path)
-    why = why_not_utf8(content, complete=True)
-    if why is not None:
-        raise GramianError(f"{file.path}: {why}; expected text in UTF-8")
-    content = content.removeprefix(codecs.BOM_UTF8)
-    if not content and file.named:
-        raise GramianError(f"{file.path}: is empty; expected text")
-    return content
+def why_not_utf8(content: bytes, *, complete: bool = False, offset: int = 0) -> str | None:
+    """Text that says why bytes are not UTF-8, and what else they are; None if they are. Not `complete`: a file's beginning.
 
-
-def why_not_utf8(content: bytes, *, complete: bool = False) -> str | None:
-    """Text that says why bytes are not UTF-8, and what else they are; None if they are. Not `complete`: a file's beginning."""
+    `offset`: bytes of the file before them.
+    """
     try:
         content.decode()
         return None
@@ -113,27 +117,7 @@ def why_not_utf8(content: bytes, *, complete: bool = False) -> str | None:
         if not complete and problem.reason == "unexpected end of data":
             return None
         kind = next((kind for mark, kind in OTHER_KINDS.items() if content.startswith(mark)), None)
-        return f"byte {problem.start} is not UTF-8" if kind is None else f"is {kind} and not UTF-8"
-
-
-def read_lines(path: Path, field: str, user: str = "") -> Iterator[tuple[bytes, str]]:
-    """Yield (text under `field` as UTF-8, value under `user`) of each line of a JSONL file; blank lines are skipped.
-
-    Raises `GramianError` with file:line if a line is not an object with such a text, or without a `user` that is text or an
-    integer ("": there is none to read), or if the file has no line.
-    """
-    count = 0
-    try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                if line.strip():
-                    count += 1
-                    yield _text_of(line, field, user, f"{path}:{number}")
-    except OSError as problem:
-        raise unreadable(path, problem) from None
-    if not count:
-        raise GramianError(f"{path}: is empty; expected one JSON object per line")
+        return f"byte {offset + problem.start} is not UTF-8" if kind is None else f"is {kind} and not UTF-8"
 
 
 def open_tokens(path: Path) -> tuple[Ids, Sidecar | None]:
@@ -215,30 +199,3 @@ def _open_bin(path: Path, sidecar: Sidecar | None) -> Ids:
     if size % dtype.itemsize:
         raise GramianError(f"{path}: is cut off at {size} bytes; expected a multiple of {dtype.itemsize} for {dtype}")
     return np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype)
-
-
-def _text_of(line: bytes, field: str, user: str, place: str) -> tuple[bytes, str]:
-    expected = f'expected an object with a text under "{field}", as data.field says'
-    try:
-        item = json.loads(line.decode().rstrip("\r\n"))
-    except UnicodeDecodeError as problem:
-        raise GramianError(f"{place}: byte {problem.start} is not UTF-8; {expected}") from None
-    except (ValueError, RecursionError) as problem:
-        reason = str(problem)
-        if isinstance(problem, json.JSONDecodeError):
-            reason = f"{problem.msg}: column {problem.colno}"
-        raise GramianError(f"{place}: is not JSON ({reason}); {expected}") from None
-    if not isinstance(item, dict):
-        raise GramianError(f"{place}: is not an object; {expected}")
-    if field not in item:
-        raise GramianError(f'{place}: has no "{field}" but {", ".join(item) or "nothing"}; {expected}')
-    text = item[field]
-    if not isinstance(text, str):
-        raise GramianError(f'{place}: "{field}" is not text; {expected}')
-    if user and (not isinstance(item.get(user), str | int) or isinstance(item[user], bool) or item[user] == ""):
-        shown = f'"{user}" is {json.dumps(item[user])[:40]}' if user in item else f'has no "{user}"'
-        raise GramianError(f"{place}: {shown}; expected text or an integer that names the user, as data.user says")
-    try:
-        return text.encode(), str(item[user]) if user else ""
-    except UnicodeEncodeError:
-        raise GramianError(f'{place}: "{field}" has half a surrogate pair; {expected}') from None

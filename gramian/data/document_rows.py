@@ -39,7 +39,10 @@ class DocumentWindows(Dataset[dict[str, Tensor]]):
 
         `by_user`: the unit of a window is its document's user, which the stream must know.
         """
-        self.windows, self._by_user = Windows(windows.stream, windows.length, pack=False), by_user
+        self.windows, self._by_user = (
+            Windows(windows.stream, windows.length, pack=False, truncate=windows.truncate),
+            by_user,
+        )
 
     @cached_property
     def documents(self) -> Int64s:
@@ -64,7 +67,7 @@ class DocumentWindows(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return one window, without the padding behind its last target."""
-        row, length = self.windows[index], int(self.windows.counts[index])
+        row, length = self.windows[index], int(self.windows.counted(np.array([index]))[0])
         return {name: t[:length] for name, t in row.items()} | {"unit": torch.tensor(int(self.units[index]))}
 
 

@@ -1,6 +1,7 @@
 """Read the documents of a config into two token streams: training and validation."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,19 +10,26 @@ import numpy as np
 import numpy.typing as npt
 
 from gramian.core.errors import GramianError
-from gramian.data.data_files import File, find_files, open_tokens, read_lines, read_text
+from gramian.data.corpus.read_records import RecordShape, read_piece
+from gramian.data.corpus.record_encoder import ENCODERS, RecordEncoder, TextEncoder
+from gramian.data.data_files import File, find_files, open_tokens
 from gramian.data.embedded_corpus import load_corpus
 from gramian.data.options import DataSection
-from gramian.data.token_stream import CHUNK, Stream, content_hash
-from gramian.data.tokenizer import ByteTokenizer, Ids, Tokenizer, token_type
+from gramian.data.token_store.build_store import Progress, build_store, no_progress
+from gramian.data.token_store.open_store import MANIFEST, open_store
+from gramian.data.token_store.store_plan import StorePlan
+from gramian.data.token_store.token_buffer import TokenBuffer
+from gramian.data.token_stream import CHUNK, Stream
+from gramian.data.tokenizer import ByteTokenizer, Ids, Tokenizer
 
 Int64s = npt.NDArray[np.int64]
-Hashes = npt.NDArray[np.uint64]
 
 VALIDATES_BELOW = 2**64 // 20
 """Without validation files, documents whose 64-bit hash is below this bound, about 5 % of all, are for validation."""
-COMPARED = 1 << 16
-"""Bytes of text from which it is seen whether a tokenizer loses text, such as spaces or unknown words."""
+KEPT_FROM = 1 << 25
+"""Bytes of text from which on tokens are kept in a folder; those of less text are made again in less than a minute."""
+READ = '"text", "jsonl", "parquet" or "arrow"'
+"""Sources whose records are tokenised."""
 USUAL_SHARE = (0.01, 0.2)
 """Least and largest share of the tokens that a split by hashes may hold out; of few documents it is anything from 0 to 1."""
 
@@ -45,10 +53,11 @@ class Documents:
     held_out: Literal["hash", "files", "tail"] = "hash"
 
 
-def read_documents(data: DataSection, tokenizer: Tokenizer) -> Documents:
+def read_documents(data: DataSection, tokenizer: Tokenizer, progress: Progress = no_progress) -> Documents:
     """Read and tokenise all documents of a config and split them into training and validation.
 
-    Text is stored as tokens of 2 or 4 bytes; token files are memory maps and stay on disk. `data.validation_files` are the
+    Text is stored as tokens of 2 or 4 bytes, of a large corpus in files (`token_store`), which later starts open; `progress` is
+    told how far that is. Token files are memory maps and stay on disk. `data.validation_files` are the
     validation split. Without them a hash of its content assigns each document to a split, about 5 % of them to validation, so
     equal documents are in the same split and a document's split does not depend on other documents. If that holds out less
     than 1 % or more than 20 % of the tokens, as it does for one file or for a few, the last 5 % of the tokens are for
@@ -61,25 +70,18 @@ def read_documents(data: DataSection, tokenizer: Tokenizer) -> Documents:
         return _embedded(data, tokenizer)
     if data.validation_files:
         _refuse_common(data)
-        train, read, empty = _read(data, data.files, "data.files", tokenizer, data.user)
-        validation, more_read, more_empty = _read(data, data.validation_files, "data.validation_files", tokenizer)
+        train, read, empty = _read(data, data.files, "data.files", tokenizer, data.user, progress)
+        validation, more_read, more_empty = _read(
+            data, data.validation_files, "data.validation_files", tokenizer, progress=progress
+        )
         if (train.vocabulary, train.end) != (validation.vocabulary, validation.end):
             raise GramianError(
                 f"data.validation_files: vocabulary {validation.vocabulary}, end {validation.end}; "
                 f"expected {train.vocabulary} and {train.end} as in data.files"
             )
         return Documents(train, validation, read + more_read, empty + more_empty, held_out="files")
-    if data.source == "tokens":
-        stream, read, empty = _read(data, data.files, "data.files", tokenizer)
-        return _split(stream, stream.document_hashes(), read, empty, tokenizer, data.length)
-    buffer, hashes = _TokenBuffer(tokenizer), []
-    for content, user in _contents(data, find_files(data.files, data.source), data.user):
-        if buffer.add(content, user):
-            hashes.append(content_hash(content))
-    if not buffer.documents:
-        raise GramianError(f"data.files: all {buffer.empty} documents are empty; expected text")
-    read = buffer.documents + buffer.empty
-    return _split(buffer.stream(), np.array(hashes, np.uint64), read, buffer.empty, tokenizer, data.length)
+    stream, read, empty = _read(data, data.files, "data.files", tokenizer, data.user, progress)
+    return _split(stream, read, empty, tokenizer, data.length)
 
 
 def read_stream(data: DataSection, files: Sequence[str], tokenizer: Tokenizer, field: str = "data.files") -> Stream:
@@ -87,41 +89,85 @@ def read_stream(data: DataSection, files: Sequence[str], tokenizer: Tokenizer, f
     return _read(data, files, field, tokenizer)[0]
 
 
+def write_tokens(
+    data: DataSection, tokenizer: Tokenizer, progress: Progress = no_progress
+) -> dict[Path, tuple[int, int, float]]:
+    """Write the token stores of a config's training and validation files, whatever their size.
+
+    Returns:
+        {folder of a store: (documents, tokens, seconds)}.
+
+    Raises:
+        GramianError: one line that names the field or the file.
+    """
+    if not data.cache:
+        raise GramianError("data.cache: is empty; expected a folder for the tokens")
+    if data.source in ("embedded", "tokens"):
+        raise GramianError(f'data.source: "{data.source}" has nothing to tokenise; expected {READ}')
+    encoder, found = ENCODERS[data.record](tokenizer), {}
+    for names, field, user in (
+        (data.files, "data.files", data.user),
+        (data.validation_files, "data.validation_files", ""),
+    ):
+        if names:
+            plan = _plan(data, find_files(names, data.source, field), user, encoder)
+            folder, begun = Path(data.cache) / plan.key, time.perf_counter()
+            build_store(folder, plan, encoder, progress)
+            stored = open_store(folder, plan, encoder)
+            assert stored is not None
+            found[folder] = stored[0].documents, len(stored[0]), time.perf_counter() - begun
+    return found
+
+
 def _read(
-    data: DataSection, files: Sequence[str], field: str, tokenizer: Tokenizer, user: str = ""
+    data: DataSection,
+    files: Sequence[str],
+    field: str,
+    tokenizer: Tokenizer,
+    user: str = "",
+    progress: Progress = no_progress,
 ) -> tuple[Stream, int, int]:
     """Read and tokenise files; returns their token stream, the number of documents, and the number of empty documents.
 
     `user`: key of the user of a JSONL object; "": users are not read.
     """
     if data.source == "embedded":
-        raise GramianError('data.source: "embedded" reads no files; expected "text", "jsonl" or "tokens"')
+        raise GramianError(f'data.source: "embedded" reads no files; expected {READ} or "tokens"')
     found = find_files(files, data.source, field)
     if data.source == "tokens":
         return _token_stream(found, data.tokenizer, tokenizer)
-    buffer = _TokenBuffer(tokenizer)
-    for content, name in _contents(data, found, user):
-        buffer.add(content, name)
-    if not buffer.documents:
-        raise GramianError(f"{field}: all {buffer.empty} documents are empty; expected text")
-    return buffer.stream(), buffer.documents + buffer.empty, buffer.empty
+    encoder: RecordEncoder = ENCODERS[data.record](tokenizer)
+    plan = _plan(data, found, user, encoder)
+    stored = _stored(Path(data.cache) / plan.key, plan, encoder, progress) if data.cache else None
+    if stored is None:
+        buffer = TokenBuffer(encoder)
+        for piece in plan.pieces:
+            for record in read_piece(piece, plan.source, plan.shape):
+                buffer.add(*record)
+        stored = buffer.stream(), buffer.empty
+    stream, empty = stored
+    if not stream.documents:
+        raise GramianError(f"{field}: all {empty} documents are empty; expected text")
+    return stream, stream.documents + empty, empty
 
 
-def _contents(data: DataSection, files: Iterable[File], user: str) -> Iterator[tuple[bytes, str]]:
-    """Yield (content as UTF-8 bytes, user) of every document of text or JSONL files."""
-    for file in files:
-        if data.source == "text":
-            yield read_text(file), ""
-        else:
-            yield from read_lines(file.path, data.field, user)
+def _plan(data: DataSection, files: Sequence[File], user: str, encoder: RecordEncoder) -> StorePlan:
+    return StorePlan.of(files, data.source, RecordShape.of(data, user), data.tokenizer, encoder)
+
+
+def _stored(folder: Path, plan: StorePlan, encoder: RecordEncoder, progress: Progress) -> tuple[Stream, int] | None:
+    """The stream of a corpus' token store, which is written first if the corpus is large; None if there is none."""
+    if plan.bytes >= KEPT_FROM and not (folder / MANIFEST).exists():
+        build_store(folder, plan, encoder, progress)
+    return open_store(folder, plan, encoder)
 
 
 def _embedded(data: DataSection, tokenizer: Tokenizer) -> Documents:
     corpus = load_corpus(data.limit_bytes)
-    splits = (_TokenBuffer(tokenizer), _TokenBuffer(tokenizer))
+    splits = (TokenBuffer(TextEncoder(tokenizer)), TokenBuffer(TextEncoder(tokenizer)))
     for buffer, files in zip(splits, (corpus.train, corpus.validation), strict=True):
-        for content in files.values():
-            buffer.add(content)
+        for name, content in files.items():
+            buffer.add(content, "", name)
     return _documents(*splits)
 
 
@@ -194,13 +240,14 @@ def _refuse_common(data: DataSection) -> None:
             raise GramianError(f"data.validation_files: {file.path} is in data.files too; expected different files")
 
 
-def _split(stream: Stream, hashes: Hashes, read: int, empty: int, tokenizer: Tokenizer, length: int) -> Documents:
-    """Hold out the documents with low hashes [documents], or the stream's last 5 % if those are too few or too many.
+def _split(stream: Stream, read: int, empty: int, tokenizer: Tokenizer, length: int) -> Documents:
+    """Hold out the documents with low hashes of their content, or the stream's last 5 % if those are too few or too many.
 
     The last 5 % are at least the tokens of one window of `length`. Where the stream is too short for that, the documents are
     held out whatever their share. Raises a GramianError if they leave a split empty, or if a document at the end of the stream
     is also before it.
     """
+    hashes = stream.document_hashes() if stream.content_hashes is None else stream.content_hashes
     validates = hashes < np.uint64(VALIDATES_BELOW)
     share = int(np.diff(stream.edges)[validates].sum()) / len(stream)
     tail = max(-(-len(stream) // 20), length + 1)
@@ -223,60 +270,6 @@ def _split(stream: Stream, hashes: Hashes, read: int, empty: int, tokenizer: Tok
     return Documents(*stream.split(at, tokenizer), read, empty, held_out="tail")
 
 
-class _TokenBuffer:
-    """Collects the tokens of documents, each followed by the end-of-document id, in one array that grows by doubling."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._tokens = np.empty(1 << 16, dtype=token_type(tokenizer.vocabulary))
-        self._edges = [0]
-        self._text_bytes: list[int] = []
-        self._numbers: dict[str, int] = {}
-        self._users: list[int] = []
-        self._compared, self._loses_text = 0, False
-        self.empty = 0
-
-    @property
-    def documents(self) -> int:
-        return len(self._edges) - 1
-
-    def add(self, content: bytes, user: str = "") -> bool:
-        """Tokenise a document and append it and the end-of-document id; an empty document is only counted, and gives False.
-
-        `user`: whose document it is; "": users are not read.
-        """
-        ids = self._tokenizer.encode(content)
-        if not len(ids):
-            self.empty += 1
-            return False
-        begin, stop = self._edges[-1], self._edges[-1] + len(ids) + 1
-        if stop > len(self._tokens):
-            self._tokens.resize(max(stop, 2 * len(self._tokens)), refcheck=False)
-        self._tokens[begin : stop - 1] = ids
-        self._tokens[stop - 1] = self._tokenizer.end
-        self._edges.append(stop)
-        self._text_bytes.append(len(content))
-        self._users.append(self._numbers.setdefault(user, len(self._numbers)))
-        if self._compared < COMPARED:
-            self._compared += len(content)
-            self._loses_text = self._loses_text or self._tokenizer.text_bytes(ids) != len(content)
-        return True
-
-    def stream(self) -> Stream:
-        """Return the stream of all documents that were added; nothing can be added afterwards."""
-        tokenizer, edges, tokens = self._tokenizer, np.array(self._edges, dtype=np.int64), self._tokens
-        tokens.resize(edges[-1], refcheck=False)
-        return Stream(
-            [tokens],
-            edges,
-            vocabulary=tokenizer.vocabulary,
-            end=tokenizer.end,
-            tokenizer=tokenizer.digest,
-            text_bytes=None if self._loses_text else np.array(self._text_bytes, dtype=np.int64),
-            users=None if [*self._numbers] == [""] else np.array(self._users, dtype=np.int64),
-        )
-
-
-def _documents(train: _TokenBuffer, validation: _TokenBuffer) -> Documents:
+def _documents(train: TokenBuffer, validation: TokenBuffer) -> Documents:
     empty = train.empty + validation.empty
     return Documents(train.stream(), validation.stream(), train.documents + validation.documents + empty, empty)

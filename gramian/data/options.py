@@ -17,17 +17,22 @@ class DataSection:
         16
     """
 
-    source: Literal["embedded", "text", "jsonl", "tokens"] = "embedded"
-    """Kind of data: the embedded corpus, text files, JSONL files or files of token ids."""
+    source: Literal["embedded", "text", "jsonl", "parquet", "arrow", "tokens"] = "embedded"
+    """Kind of data: the embedded corpus, text files, JSONL, Parquet or Arrow files, or files of token ids."""
     files: tuple[str, ...] = ()
-    """Training files, or folders of them, of the kind that `source` names."""
+    """Training files, folders of them or patterns such as "corpus/**/*.jsonl", of the kind that `source` names."""
     validation_files: tuple[str, ...] = ()
     """Validation files, or folders of them; none: about 5 % of the documents, selected by a hash of their content;
     the last 5 % of the tokens if there are too few documents for that."""
-    field: str = "text"
-    """Key of a JSONL object that holds the document's text."""
+    record: Literal["text", "completion", "chat"] = "text"
+    """What a record of JSONL, Parquet or Arrow files holds: a text; a "prompt" and a "completion", which alone is predicted; or
+    messages, of which those of the assistant are predicted, written by the tokenizer's chat template."""
+    field: str = ""
+    """Key of a record's text or messages; "": "text", or "messages" of a chat."""
     user: str = ""
     """Key of a JSONL object that holds the record's user, text or an integer; for privacy.unit = "user" alone."""
+    cache: str = "runs/tokens"
+    """Folder that keeps the tokens of corpora of 32 MiB and more, and what `gramian cache --tokens` writes; "": none."""
     tokenizer: str = "auto"
     """Tokenizer: "bytes", the folder of a Hugging Face tokenizer, or "auto", the tokenizer in model.path if there is one."""
     limit_bytes: Count = 8_000_000
@@ -38,6 +43,8 @@ class DataSection:
     """Tokens between the starts of consecutive training windows; 0: data.length, so that no token is predicted twice."""
     pack: bool = True
     """Concatenate documents before cutting windows; false: a window contains tokens of one document and padding."""
+    truncate: bool = False
+    """Leave out what a document has beyond its first window, with pack = false; else it continues in further windows."""
     isolate: bool = False
     """Hide the packed documents of a window from each other in attention and recurrent state (models GPT and Goose only)."""
     batch: Count = 16

@@ -14,6 +14,7 @@ from torch import Tensor
 from gramian.data.tokenizer import Ids, Tokenizer
 
 Int64s = npt.NDArray[np.int64]
+Hashes = npt.NDArray[np.uint64]
 
 CHUNK = 1 << 22
 """Number of tokens that a pass over a stream reads at once."""
@@ -33,6 +34,9 @@ class Stream:
         tokenizer: digest of the tokenizer that produced the tokens.
         text_bytes: UTF-8 bytes of each document's text, int64 [documents]; None: not known, as of token files.
         users: number of the user of each document, int64 [documents]; None: not known.
+        content_hashes: hash of the record that each document was made from, uint64 [documents]; None: that of its tokens.
+        token_hashes: what `document_hashes` returns, uint64 [documents]; None: it is computed when it is asked for.
+        counted: arrays like `arrays`, 1 where a token is a target; None: all are.
 
     Example:
         >>> Stream([np.array([5, 6, 0, 7, 0])], np.array([0, 3, 5]), vocabulary=8, end=0).documents
@@ -49,13 +53,18 @@ class Stream:
         tokenizer: str = "",
         text_bytes: Int64s | None = None,
         users: Int64s | None = None,
+        content_hashes: Hashes | None = None,
+        token_hashes: Hashes | None = None,
+        counted: Sequence[Any] | None = None,
     ) -> None:
         self.edges, self.users = edges, users
+        self.content_hashes, self._token_hashes = content_hashes, token_hashes
         self.text_bytes = text_bytes
         self.vocabulary = vocabulary
         self.end = end
         self.tokenizer = tokenizer
         self._arrays = tuple(_Shared(array) for array in arrays)
+        self._counted = None if counted is None else tuple(_Shared(array) for array in counted)
         lengths = [len(array) for array in arrays]
         # Run r is the tokens _starts[r] … _starts[r + 1] - 1 of the stream, in array _array_of[r] from _begins[r] on.
         self._starts: Int64s = np.cumsum([0, *lengths], dtype=np.int64)
@@ -70,15 +79,29 @@ class Stream:
         """Number of documents of the stream."""
         return len(self.edges) - 1
 
+    @property
+    def all_targets(self) -> bool:
+        """True if a model is to predict every token; false for prompts with completions, and for chats."""
+        return self._counted is None
+
     def read(self, begin: int, stop: int) -> Int64s:
         """Return the stream's tokens `begin` … `stop - 1` as int64; costs O(stop - begin + log(number of runs))."""
+        return self._gather(self._arrays, begin, stop)
+
+    def targets(self, begin: int, stop: int) -> npt.NDArray[np.bool_]:
+        """Whether each of the stream's tokens `begin` … `stop - 1` is one that a model is to predict."""
+        if self._counted is None:
+            return np.ones(stop - begin, dtype=bool)
+        return self._gather(self._counted, begin, stop).astype(bool)
+
+    def _gather(self, arrays: "Sequence[_Shared]", begin: int, stop: int) -> Int64s:
         tokens: Int64s = np.empty(stop - begin, dtype=np.int64)
         run = int(np.searchsorted(self._starts, begin, side="right")) - 1
         at = begin
         while at < stop:
             until = min(stop, int(self._starts[run + 1]))
             inside = int(self._begins[run]) + at - int(self._starts[run])
-            array = self._arrays[self._array_of[run]].array
+            array = arrays[self._array_of[run]].array
             tokens[at - begin : until - begin] = array[inside : inside + until - at]
             at = until
             run += 1
@@ -101,6 +124,8 @@ class Stream:
         part.edges = edges
         part.text_bytes = None if self.text_bytes is None else self.text_bytes[chosen]
         part.users = None if self.users is None else self.users[chosen]
+        part.content_hashes = None if self.content_hashes is None else self.content_hashes[chosen]
+        part._token_hashes = None if self._token_hashes is None else self._token_hashes[chosen]
         part._starts = np.concatenate([edges[:-1][first], edges[-1:]])
         part._array_of = self._array_of[run[first]]
         part._begins = self._begins[run[first]] + begins[first] - self._starts[run[first]]
@@ -114,6 +139,13 @@ class Stream:
         """
         whole = copy.copy(self)
         whole.edges = np.union1d(self.edges, [at])
+        whole.content_hashes = None
+        if self._token_hashes is not None and len(whole.edges) > len(self.edges):
+            cut = int(np.searchsorted(whole.edges, at))
+            halves = [self._hash(int(whole.edges[cut + side - 1]), int(whole.edges[cut + side])) for side in (0, 1)]
+            whole._token_hashes = np.concatenate(
+                [self._token_hashes[: cut - 1], np.array(halves, dtype=np.uint64), self._token_hashes[cut:]]
+            )
         if self.text_bytes is not None and len(whole.edges) > len(self.edges):
             cut = int(np.searchsorted(whole.edges, at))
             begin, stop, all_bytes = int(whole.edges[cut - 1]), int(whole.edges[cut + 1]), int(self.text_bytes[cut - 1])
@@ -137,7 +169,9 @@ class Stream:
         return loss / math.log(2) * len(self) / total
 
     def document_hashes(self) -> npt.NDArray[np.uint64]:
-        """64-bit hash of each document's tokens without the end id, uint64 [documents]; reads the stream once."""
+        """64-bit hash of each document's tokens without the end id, uint64 [documents]; may read the stream once."""
+        if self._token_hashes is not None:
+            return self._token_hashes
         hashes = np.empty(self.documents, dtype=np.uint64)
         first = 0
         while first < self.documents:
@@ -151,12 +185,27 @@ class Stream:
             for index, (start, stop) in enumerate(zip((4 * starts).tolist(), (4 * stops).tolist(), strict=True), first):
                 hashes[index] = content_hash(content[start:stop])
             first = last
+        self._token_hashes = hashes
         return hashes
+
+    def _hash(self, begin: int, stop: int) -> int:
+        """Hash of one document, the tokens `begin` … `stop - 1`, without the end id."""
+        stop -= int(self.read(stop - 1, stop)[0]) == self.end
+        digest = _content_digest()
+        for at in range(begin, stop, CHUNK):
+            digest.update(self.read(at, min(stop, at + CHUNK)).astype("<u4").tobytes())
+        return int.from_bytes(digest.digest(), "little")
 
 
 def content_hash(content: bytes | memoryview) -> int:
     """Return a 64-bit hash of a document's content."""
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8, person=b"document").digest(), "little")
+    digest = _content_digest()
+    digest.update(content)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def _content_digest() -> Any:
+    return hashlib.blake2b(digest_size=8, person=b"document")
 
 
 class _Shared:
@@ -168,6 +217,8 @@ class _Shared:
 
     def __reduce__(self) -> tuple[Any, ...]:
         array = self.array
+        if not isinstance(array, np.ndarray):  # it knows how to be opened again
+            return _Shared, (array,)
         if isinstance(array, np.memmap) and array.filename is not None:
             return _reopened, (str(array.filename), array.dtype.str, array.offset, len(array))
         if self._memory is None:

@@ -136,7 +136,7 @@ class HuggingFaceTokenizer:
             )
         self.end = int(self._tokenizer.eos_token_id)
         self.vocabulary = 1 + max(self.end, *self._tokenizer.get_vocab().values())
-        self.digest = _digest_of(folder)
+        self.folder, self.digest = folder, _digest_of(folder)
 
     def encode(self, text: str | bytes) -> Ids:
         """Return the token ids of a text, [n], without special tokens around it."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from gramian.core.errors import GramianError
-from gramian.data.token_stream import Stream
+from gramian.data.token_stream import CHUNK, Stream
 
 Int64s = npt.NDArray[np.int64]
 
@@ -43,6 +43,7 @@ class Windows(Dataset[dict[str, Tensor]]):
         isolate: hide packed documents from each other.
         stride: tokens between the starts of consecutive windows, at most `length`; 0: `length`. Another stride than 0 needs
             `pack` without `isolate`.
+        truncate: leave out what a document has beyond its first window; needs `pack` to be false.
 
     Raises:
         GramianError: if the options contradict each other, or no window results.
@@ -54,7 +55,14 @@ class Windows(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(
-        self, stream: Stream, length: int, *, pack: bool = True, isolate: bool = False, stride: int = 0
+        self,
+        stream: Stream,
+        length: int,
+        *,
+        pack: bool = True,
+        isolate: bool = False,
+        stride: int = 0,
+        truncate: bool = False,
     ) -> None:
         if length < 1:
             raise GramianError(f"data.length: expected at least 1, got {length}")
@@ -62,41 +70,55 @@ class Windows(Dataset[dict[str, Tensor]]):
             raise GramianError("data.isolate: expected data.pack = true")
         if not 0 <= stride <= length or (stride and (isolate or not pack)):
             raise GramianError(f"data.stride: expected at most {length}, packed and not isolated, got {stride}")
+        if truncate and pack:
+            raise GramianError("data.truncate: expected data.pack = false")
         self.held_out = "hash"
         """How these windows were held out, if they are for validation: "hash", "files" or "tail" (see `Documents`)."""
         self.stream = stream
         self.length = length
         self.pack = pack
         self.isolate = isolate
+        self.truncate = truncate
         self.stride = stride or length
         # Each piece is cut separately: the stream, or each document.
         self._pieces: Int64s = stream.edges[[0, -1]] if pack else stream.edges
         predicted = np.maximum(np.diff(self._pieces) - 1, 0)
         # Piece p gives the windows _firsts[p] … _firsts[p + 1] - 1.
-        after_first = -(-np.maximum(predicted - length, 0) // self.stride)
-        windows = np.where(predicted > 0, after_first + 1, 0)
+        windows = np.where(predicted > 0, -(-np.maximum(predicted - length, 0) // self.stride) + 1, 0)
+        self.left_out = 0
+        """Number of tokens that `truncate` leaves out: what documents have beyond their first window."""
+        if truncate:
+            self.left_out = int(np.maximum(predicted - length, 0).sum())
+            windows = np.minimum(windows, 1)
         self._firsts: Int64s = np.concatenate([[0], np.cumsum(windows)]).astype(np.int64)
-        counts: Int64s = np.full(self._firsts[-1], length, dtype=np.int64)
-        cut = predicted > 0
-        counts[self._firsts[1:][cut] - 1] = predicted[cut] - after_first[cut] * self.stride
         # Indices of the windows with counted targets, if some have none.
         self._selected: Int64s | None = None
-        if isolate and len(counts):
-            crossing = (stream.edges[1:-1] - 1) // length
-            counts -= np.bincount(crossing, minlength=len(counts))
-            if not counts.all():
-                self._selected = np.flatnonzero(counts)
-                counts = counts[self._selected]
-        if not len(counts):
+        # Counted targets of each window, where they do not follow from its place.
+        self._listed: npt.NDArray[np.int32] | None = None
+        if (isolate or not stream.all_targets) and self._firsts[-1]:
+            listed = self._count_targets()
+            self._selected = None if listed.all() else np.flatnonzero(listed)
+            self._listed = listed if self._selected is None else listed[self._selected]
+        if not len(self):
             raise GramianError(
                 f"data.files: {len(stream)} tokens in {stream.documents} documents make no window; "
-                "expected a document of at least 2 tokens"
+                "expected a document of at least 2 tokens, and a target in it"
             )
-        self.counts: Int64s = counts
-        """Number of targets of each window that have a loss term, int64 [windows]; at least 1."""
 
     def __len__(self) -> int:
-        return len(self.counts)
+        return int(self._firsts[-1]) if self._selected is None else len(self._selected)
+
+    @property
+    def counts(self) -> Int64s:
+        """Number of targets of each window that have a loss term, int64 [windows]; at least 1."""
+        return self.counted(np.arange(len(self)))
+
+    def counted(self, index: Int64s) -> Int64s:
+        """Number of targets with a loss term of windows `index`, int64 [chosen]."""
+        if self._listed is not None:
+            return self._listed[index].astype(np.int64)
+        begin, stop = self._places(index)
+        return stop - begin - 1
 
     @property
     def vocabulary(self) -> int:
@@ -105,13 +127,18 @@ class Windows(Dataset[dict[str, Tensor]]):
 
     @cached_property
     def digest(self) -> str:
-        """Hex hash of the tokenizer, the tokens, the document borders and the cutting options; reads the whole stream."""
+        """Hex hash of the tokenizer, the tokens, the document borders and the cutting options.
+
+        It has the hash of each document: the stream is read once if those are not known, as of token files.
+        """
         digest = hashlib.blake2b(digest_size=16)
-        cut = f"{self.length}/{self.pack}/{self.isolate}/{self.stride}"
+        cut = f"{self.length}/{self.pack}/{self.isolate}/{self.stride}" + "/truncate" * self.truncate
         digest.update(f"{self.stream.tokenizer}/{cut}/{len(self.stream)}\0".encode())
-        for tokens in self.stream.chunks():
-            digest.update(tokens.astype("<u4").tobytes())
+        digest.update(self.stream.document_hashes().astype("<u8").tobytes())
         digest.update(self.stream.edges.astype("<i8").tobytes())
+        if not self.stream.all_targets:
+            for begin in range(0, len(self.stream), CHUNK):
+                digest.update(self.stream.targets(begin, min(len(self.stream), begin + CHUNK)).tobytes())
         if self.stream.users is not None:
             digest.update(self.stream.users.astype("<i8").tobytes())
         return digest.hexdigest()
@@ -125,7 +152,7 @@ class Windows(Dataset[dict[str, Tensor]]):
         """These windows alone, int64 [chosen]."""
         found = copy.copy(self)
         found._selected = index if self._selected is None else self._selected[index]
-        found.counts = self.counts[index]
+        found._listed = None if self._listed is None else self._listed[index]
         return found
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -137,18 +164,41 @@ class Windows(Dataset[dict[str, Tensor]]):
     def stack(self, index: Int64s) -> dict[str, Tensor]:
         """Return windows `index` [B] as rows: int64 [B, T] "tokens" and "targets", and "documents" if they are isolated."""
         T, stream = self.length, self.stream
-        window = index if self._selected is None else self._selected[index]
-        piece = self.pieces(index)
-        begin = self._pieces[piece] + (window - self._firsts[piece]) * self.stride
-        stop = np.minimum(begin + T + 1, self._pieces[piece + 1])
+        begin, stop = self._places(index)
         tokens_BS: Int64s = np.full((len(index), T + 1), stream.end, dtype=np.int64)
         for row, (first, last) in enumerate(zip(begin.tolist(), stop.tolist(), strict=True)):
             tokens_BS[row, : last - first] = stream.read(first, last)
         place_BS = begin[:, None] + np.arange(T + 1)
         targets_BT = np.where(place_BS[:, 1:] < stop[:, None], tokens_BS[:, 1:], NOT_COUNTED)
+        if not stream.all_targets:
+            for row, (first, last) in enumerate(zip(begin.tolist(), stop.tolist(), strict=True)):
+                targets_BT[row, : last - first - 1][~stream.targets(first + 1, last)] = NOT_COUNTED
         rows = {"tokens": tokens_BS[:, :-1], "targets": targets_BT}
         if self.isolate:
             document_BS = np.searchsorted(stream.edges, place_BS, side="right")
             targets_BT[document_BS[:, 1:] != document_BS[:, :-1]] = NOT_COUNTED
             rows["documents"] = document_BS[:, :-1] - document_BS[:, :1]
         return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in rows.items()}
+
+    def _places(self, index: Int64s) -> tuple[Int64s, Int64s]:
+        """Place of the first token of each window, and the place after its last one: at most `length` + 1 tokens."""
+        window = index if self._selected is None else self._selected[index]
+        piece = np.searchsorted(self._firsts, window, side="right") - 1
+        begin = self._pieces[piece] + (window - self._firsts[piece]) * self.stride
+        return begin, np.minimum(begin + self.length + 1, self._pieces[piece + 1])
+
+    def _count_targets(self) -> npt.NDArray[np.int32]:
+        """Number of targets with a loss term of every window; reads which tokens are targets, if not all are."""
+        stream, count = self.stream, int(self._firsts[-1])
+        found = np.empty(count, dtype=np.int32)
+        most = max(1, CHUNK // (self.length + 1))
+        for first in range(0, count, most):
+            begin, stop = self._places(np.arange(first, min(count, first + most)))
+            before, after = int(begin[0]), int(stop.max())
+            targets = stream.targets(before, after)
+            if self.isolate:  # a document's first token is predicted from another document
+                edges = stream.edges[np.searchsorted(stream.edges, before) : np.searchsorted(stream.edges, after)]
+                targets[edges - before] = False
+            sums = np.concatenate([[0], np.cumsum(targets)])
+            found[first : first + most] = sums[stop - before] - sums[begin + 1 - before]
+        return found

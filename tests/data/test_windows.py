@@ -62,7 +62,7 @@ def told(windows: Windows) -> list[Item]:
 def test_windows_are_those_of_the_loop(documents: list[list[int]], length: int, way: tuple[bool, bool]) -> None:
     expected = cut(documents, length, *way)
     if not expected:
-        with pytest.raises(GramianError, match="make no window; expected"):
+        with pytest.raises(GramianError, match="make no window; expected a document"):
             Windows(stream_of(documents), length, pack=way[0], isolate=way[1])
         return
     windows = Windows(stream_of(documents), length, pack=way[0], isolate=way[1])
@@ -140,7 +140,6 @@ def test_windows_travel_to_a_worker_by_name(tmp_path: Path, kind: str) -> None:
         np.save(tmp_path / "tokens.npy", ids)
         ids = np.load(tmp_path / "tokens.npy", mmap_mode="r")
     windows = Windows(Stream([ids], np.array([0, len(ids)]), vocabulary=2**16, end=0), 1000)
-    windows.counts = windows.counts[:10]
     messages = [ForkingPickler.dumps(windows) for _ in range(2)]
     assert max(map(len, messages)) < 20_000
     for message in messages:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from gramian.data import Batches, StepBatch, Windows, load_windows
+from gramian.data.token_store.build_store import Progress, no_progress
 from gramian.distill.cache.reader import Cache
 from gramian.distill.teaching import Teaching
 from gramian.models.goose import Goose
@@ -88,11 +89,15 @@ class Parts:
                 part.close()
 
 
-def build(config: Config, grid: ProcessGrid) -> Parts:
-    """Build all parts of a new run; raises `GramianError` naming a field that does not fit the data, model or machine."""
+def build(config: Config, grid: ProcessGrid, progress: Progress = no_progress) -> Parts:
+    """Build all parts of a new run; `progress` is told how far a large corpus is tokenised, which the first start does.
+
+    Raises:
+        GramianError: one line that names a field that does not fit the data, model or machine.
+    """
     set_globals(config.precision, config.run.deterministic)
     numbers = resolve_precision(config.precision, grid.device)
-    training, validation = load_windows(config.data)
+    training, validation = load_windows(config.data, progress)
     model = build_model(config, training.vocabulary).to(device=grid.device, dtype=numbers.weights)
     host = plan_snapshots(config, grid, numbers, model, build_curvature(config, model))
     set_recomputation(model, config.parallel.checkpoint_blocks)
