@@ -30,18 +30,20 @@ def stream_of(documents: list[list[int]], **told: object) -> Stream:
     return Stream([np.array(flat, dtype=np.uint16)], edges, vocabulary=10, end=END, **told)  # type: ignore[arg-type]
 
 
-def cut(documents: list[list[int]], length: int, pack: bool, isolate: bool) -> list[Item]:
-    """The windows, token by token."""
-    numbered = [(token, at) for at, document in enumerate(documents) for token in [*document, END]]
+def cut(documents: list[list[int]], length: int, pack: bool, isolate: bool, prompt: int = 0) -> list[Item]:
+    """The windows, token by token; the first `prompt` tokens of a document are no targets."""
+    numbered = [
+        (token, at, k >= prompt) for at, document in enumerate(documents) for k, token in enumerate([*document, END])
+    ]
     pieces = [numbered] if pack else [[entry for entry in numbered if entry[1] == at] for at in range(len(documents))]
     windows: list[Item] = []
     for piece in pieces:
         for begin in range(0, len(piece), length):
             window: Item = {"tokens": [], "targets": [], "documents": []}
             for place in range(begin, begin + length):
-                here = piece[place] if place < len(piece) else (END, len(documents))
+                here = piece[place] if place < len(piece) else (END, len(documents), True)
                 after = piece[place + 1] if place + 1 < len(piece) else None
-                counted = after is not None and not (isolate and after[1] != here[1])
+                counted = after is not None and after[2] and not (isolate and after[1] != here[1])
                 window["tokens"].append(here[0])
                 window["targets"].append(after[0] if counted and after is not None else NOT_COUNTED)
                 window["documents"].append(here[1] - piece[begin][1])
@@ -58,14 +60,18 @@ def told(windows: Windows) -> list[Item]:
 
 
 @settings(max_examples=examples(200))
-@given(contents, lengths, ways)
-def test_windows_are_those_of_the_loop(documents: list[list[int]], length: int, way: tuple[bool, bool]) -> None:
-    expected = cut(documents, length, *way)
+@given(contents, lengths, ways, st.integers(0, 3))
+def test_windows_are_those_of_the_loop(
+    documents: list[list[int]], length: int, way: tuple[bool, bool], prompt: int
+) -> None:
+    expected = cut(documents, length, *way, prompt)
+    flat = [k >= prompt for document in documents for k in range(len(document) + 1)]
+    stream = stream_of(documents, counted=[np.array(flat, dtype=np.uint8)] if prompt else None)
     if not expected:
         with pytest.raises(GramianError, match="make no window; expected a document"):
-            Windows(stream_of(documents), length, pack=way[0], isolate=way[1])
+            Windows(stream, length, pack=way[0], isolate=way[1])
         return
-    windows = Windows(stream_of(documents), length, pack=way[0], isolate=way[1])
+    windows = Windows(stream, length, pack=way[0], isolate=way[1])
     assert told(windows) == expected
     ragged = [sum(target != NOT_COUNTED for target in window["targets"]) for window in expected]
     assert windows.counts.dtype == np.int64

@@ -1,8 +1,9 @@
 """The chat template of a Hugging Face tokenizer: messages in, token ids and which of them the assistant writes out.
 
 A template that marks the assistant's text by {% generation %} is asked by `apply_chat_template(return_assistant_tokens_mask=
-True)`. For one that does not, an assistant's message is what a rendering with it adds to the rendering of the messages before
-it with the prompt of an answer; both must be beginnings of the whole rendering, or the record is refused.
+True)`, whose mask is completed where the text ends in a character of several tokens. For one that does not, an assistant's
+message is what a rendering with it adds to the rendering of the messages before it with the prompt of an answer; both must be
+beginnings of the whole rendering, or the record is refused.
 """
 
 import hashlib
@@ -55,8 +56,11 @@ class ChatTemplate:
         if not any(message["role"] == "assistant" for message in messages):
             raise GramianError('no message has the role "assistant"; expected one at least, or data.record = "text"')
         if self._marks:
-            found = self._render(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-            mask = [bool(one) for one in found["assistant_masks"]]
+            offsets = {"return_offsets_mapping": True}
+            found = self._render(
+                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs=offsets
+            )
+            mask = _whole_characters(found["assistant_masks"], found["offset_mapping"])
             if not any(mask):
                 raise GramianError(
                     "the chat template marks nothing as the assistant's; expected {% generation %} around it"
@@ -97,6 +101,14 @@ class ChatTemplate:
 def _marks_generation(template: str) -> bool:
     """Whether a template has a generation block, between {% or {%- and %}."""
     return any(part.split("%}")[0].strip(" -+\n\t") == "generation" for part in template.split("{%")[1:])
+
+
+def _whole_characters(mask: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[bool]:
+    """A mask of tokens, with all tokens of a character if it has the first: transformers' ends at the first of the last one."""
+    found: list[bool] = []
+    for number, (one, (begin, _)) in enumerate(zip(mask, offsets, strict=True)):
+        found.append(bool(one) or bool(number and found[-1] and begin < offsets[number - 1][1]))
+    return found
 
 
 def _inside(spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> list[bool]:
