@@ -15,7 +15,7 @@ from gramian.cli.terminal import make_console, show
 from gramian.core.byte_amounts import format_bytes
 from gramian.core.errors import GramianError
 
-LOOKED_FOR = (".txt", ".md", ".jsonl", ".ndjson")
+LOOKED_FOR = (".txt", ".md", ".jsonl", ".ndjson", ".parquet", ".arrow")
 """Suffixes of the files that are looked for in DIR."""
 FEWEST_TOKENS = 256
 """Least number of tokens that a config is written for."""
@@ -95,11 +95,18 @@ def _values(folder: Path, text: list[str] | None, model: str | None) -> tuple[di
     length = min(length, tokens // 16)
     values |= {"data.source": look.source, "data.files": [str(file) for file in found], "data.length": length}
     values["data.batch"] = max(1, min(16, tokens // length // 8))
-    if look.field != "text":
+    if look.field not in ("text", ""):
         values["data.field"] = look.field
+    if look.record != "text":
+        values["data.record"] = look.record
+    if look.record == "chat" and home is None:
+        raise GramianError(
+            "argument --text: holds chats, which a tokenizer's chat template writes; expected --model FOLDER with one"
+        )
     named = f"{', '.join(map(str, found[:3]))}{' …' * (len(found) > 3)}"
     files = "1 file" if look.files == 1 else f"{look.files:,} files"
-    under = f', texts under "{look.field}"' if look.source == "jsonl" else ""
+    kinds = {"text": f'texts under "{look.field}"', "completion": "prompts and completions", "chat": "chats"}
+    under = "" if look.source in ("text", "tokens") else f", {kinds[look.record]}"
     return values, f"{trained} on {named} ({files}, {format_bytes(look.size)}{under})"
 
 

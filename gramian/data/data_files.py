@@ -26,6 +26,8 @@ SUFFIXES: dict[str, tuple[str, ...]] = {
     "tokens": (".npy", ".bin"),
 }  # fmt: skip
 """{source: suffixes of the files read from a folder}; a text or JSONL file that the config names may have any suffix."""
+RECORDS = ("jsonl", "parquet", "arrow")
+"""Sources whose records are objects with keys."""
 
 
 OTHER_KINDS = {

@@ -1,23 +1,26 @@
-"""A first look at data files: of what kind they are, how large, and under which key JSON lines hold their text.
+"""A first look at data files: of what kind they are, how large, and under which key their records hold text or messages.
 
-Files in, the values of `data.source` and `data.field` out. It reads names and first lines alone: what is damaged further on is
-found by `gramian doctor` and `gramian train`.
+Files in, the values of `data.source`, `data.record` and `data.field` out. It reads names and first lines alone: what is damaged
+further on is found by `gramian doctor` and `gramian train`.
 """
 
 import codecs
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from gramian.core.errors import GramianError
-from gramian.data.data_files import SUFFIXES, Source, files_below, unreadable, why_not_utf8
+from gramian.data.corpus.arrow_files import arrow_groups, arrow_records
+from gramian.data.data_files import RECORDS, SUFFIXES, Source, files_below, unreadable, why_not_utf8
 
 BEGINNING = 1 << 20
 """Bytes of a text file that are looked at."""
 LINES = 20
 """Lines of a JSONL file that are looked at."""
+EXPECTED = "expected one JSON object per line"
 USUAL_FIELDS = ("text", "content", "body")
 """Keys that are taken first, if all lines have them."""
 
@@ -27,15 +30,17 @@ class FirstLook:
     """What some data files hold."""
 
     source: Source
+    record: str
+    """What a record holds: "text", "completion" or "chat"."""
     field: str
-    """Key under which JSON lines hold their text; "text" for other files."""
+    """Key under which records hold their text or messages; "text" for text files."""
     files: int
     size: int
     """Bytes of all files that would be read."""
 
 
 def look_at_files(paths: Sequence[Path], argument: str) -> FirstLook:
-    """Kind and size of data files, or of folders of them; a folder stands for its text or JSONL files.
+    """Kind and size of data files, or of folders of them; a folder stands for its files of one kind.
 
     Example:
         >>> look_at_files([Path("corpus")], "argument --text").source  # doctest: +SKIP
@@ -55,7 +60,9 @@ def look_at_files(paths: Sequence[Path], argument: str) -> FirstLook:
         elif path.exists():
             found = {_kind_of(path): [path]}
         else:
-            raise GramianError(f"{argument}: {path} does not exist; expected text or JSONL files, or folders of them")
+            raise GramianError(
+                f"{argument}: {path} does not exist; expected files of text or records, or folders of them"
+            )
         for kind, files in found.items():
             kinds.setdefault(kind, []).extend(sorted(files))
     kinds = {kind: files for kind, files in kinds.items() if files}
@@ -65,27 +72,27 @@ def look_at_files(paths: Sequence[Path], argument: str) -> FirstLook:
     ((kind, files),) = kinds.items()
     try:
         size = sum(file.stat().st_size for file in files)
-        field = _look(kind, files)
+        record, field = _look(kind, files)
     except OSError as problem:
         raise GramianError(f"{argument}: {unreadable(Path(problem.filename), problem)}") from None
     except GramianError as problem:
         raise GramianError(f"{argument}: {problem}") from None
-    return FirstLook(kind, field, len(files), size)
+    return FirstLook(kind, record, field, len(files), size)
 
 
-_IN_FOLDERS: tuple[Source, ...] = ("text", "jsonl")
+_IN_FOLDERS: tuple[Source, ...] = ("text", "jsonl", "parquet", "arrow")
 
 
 def _kind_of(path: Path) -> Source:
     """`data.source` of a file, by its name; "text" if that says nothing."""
-    by_name: tuple[Source, ...] = ("jsonl", "tokens")
+    by_name: tuple[Source, ...] = ("jsonl", "parquet", "arrow", "tokens")
     return next((kind for kind in by_name if path.suffix.lower() in SUFFIXES[kind]), "text")
 
 
-def _look(kind: Source, files: Sequence[Path]) -> str:
-    """Check the beginnings of files; returns the value of `data.field`."""
-    if kind == "jsonl":
-        return _field_of(files)
+def _look(kind: Source, files: Sequence[Path]) -> tuple[str, str]:
+    """Check the beginnings of files; returns the values of `data.record` and `data.field`."""
+    if kind in RECORDS:
+        return _record_of(kind, files)
     for file in files if kind == "text" else ():
         with file.open("rb") as opened:
             beginning = opened.read(BEGINNING)
@@ -94,41 +101,69 @@ def _look(kind: Source, files: Sequence[Path]) -> str:
             why = "has zero bytes, as UTF-16 and binary files have"
         if why is not None:
             raise GramianError(f"{file}: {why}; expected text in UTF-8")
-    return "text"
+    return "text", "text"
 
 
-def _field_of(files: Sequence[Path]) -> str:
-    """The key that holds text in the first lines of all files: the first of `USUAL_FIELDS`, else that of the most text."""
-    amounts: dict[str, int] = {}
-    for place, file in enumerate(files):
-        found = _text_amounts(file)
-        amounts = {key: n + found[key] for key, n in amounts.items() if key in found} if place else found
-        if not amounts:
-            raise GramianError(f"{file}: no key of its lines holds text in all files; expected such a key")
+def _record_of(kind: Source, files: Sequence[Path]) -> tuple[str, str]:
+    """(`data.record`, `data.field`) of files of records, from the first ones of each."""
+    chats: set[str] | None = None
+    pairs, amounts = True, None
+    for file in files:
+        found = _keys_of(file, _first_items(kind, file))
+        chats = found.chats if chats is None else chats & found.chats
+        pairs = pairs and {"prompt", "completion"} <= found.texts.keys()
+        amounts = (
+            found.texts if amounts is None else {k: n + found.texts[k] for k, n in amounts.items() if k in found.texts}
+        )
+        if not (chats or amounts):
+            raise GramianError(f"{file}: no key of its lines holds text or messages in all files; expected such a key")
+    if chats:
+        return "chat", "" if "messages" in chats else min(chats)
+    assert amounts is not None
+    if pairs:
+        return "completion", ""
     usual = next((key for key in USUAL_FIELDS if key in amounts), None)
-    return usual or max(amounts, key=lambda key: amounts[key])
+    return "text", usual or max(amounts, key=lambda key: amounts[key])
 
 
-def _text_amounts(file: Path) -> dict[str, int]:
-    """{key: characters of its texts} of the keys that hold text in all of a JSONL file's first lines."""
-    expected = "expected one JSON object per line"
-    amounts: dict[str, int] | None = None
+@dataclass(frozen=True)
+class _Keys:
+    """Keys that hold text in all of a file's first records, with the characters of their texts; and keys of messages."""
+
+    texts: dict[str, int]
+    chats: set[str]
+
+
+def _keys_of(file: Path, items: Iterable[Any]) -> _Keys:
+    texts: dict[str, int] | None = None
+    chats: set[str] = set()
+    for item in items:
+        if not isinstance(item, dict):
+            raise GramianError(f"{file}: its first lines are no objects; {EXPECTED}")
+        found = {key: len(value) for key, value in item.items() if isinstance(value, str)}
+        talks = {key for key, value in item.items() if _is_chat(value)}
+        chats = talks if texts is None else chats & talks
+        texts = found if texts is None else {k: n + found[k] for k, n in texts.items() if k in found}
+    if texts is None:
+        raise GramianError(f"{file}: is empty; {EXPECTED}")
+    return _Keys(texts, chats)
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) and "role" in one for one in value)
+
+
+def _first_items(kind: Source, file: Path) -> Iterator[Any]:
+    """The first records of a file."""
+    if kind != "jsonl":
+        arrow_groups(file)
+        yield from (item for _, item in islice(arrow_records(file, 0, 1), LINES))
+        return
     with file.open("rb") as lines:
         for line in islice((line for line in lines if line.strip()), LINES):
             try:
-                item = json.loads(line.removeprefix(codecs.BOM_UTF8))
+                yield json.loads(line.removeprefix(codecs.BOM_UTF8))
             except (ValueError, RecursionError):
                 raise GramianError(
-                    f"{file}: {why_not_utf8(line) or 'its first lines are not JSON'}; {expected}"
+                    f"{file}: {why_not_utf8(line) or 'its first lines are not JSON'}; {EXPECTED}"
                 ) from None
-            if not isinstance(item, dict):
-                raise GramianError(f"{file}: its first lines are no objects; {expected}")
-            texts = {key: len(value) for key, value in item.items() if isinstance(value, str)}
-            amounts = texts if amounts is None else {k: n + texts[k] for k, n in amounts.items() if k in texts}
-    if amounts is None:
-        raise GramianError(f"{file}: is empty; {expected}")
-    if not amounts:
-        raise GramianError(
-            f"{file}: no key of its first lines holds text; {expected}, with a text under one of its keys"
-        )
-    return amounts

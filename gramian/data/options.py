@@ -46,7 +46,7 @@ class DataSection:
     truncate: bool = False
     """Leave out what a document has beyond its first window, with pack = false; else it continues in further windows."""
     isolate: bool = False
-    """Hide the packed documents of a window from each other in attention and recurrent state (models GPT and Goose only)."""
+    """Hide the packed documents of a window from each other in attention and recurrent state (positions restart)."""
     batch: Count = 16
     """Windows per optimizer step, over all processes."""
     micro_batch: Natural = 0

@@ -1,4 +1,4 @@
-"""Find data files that are truncated: half a character or half a JSON line at the end, an array shorter than its header."""
+"""Find data files that are truncated: half a character or JSON line at the end, an array or table shorter than its header."""
 
 import json
 import os
@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
+from gramian.core.errors import GramianError
+from gramian.data.corpus.arrow_files import arrow_groups
 from gramian.data.data_files import find_files, read_sidecar, unreadable
 from gramian.data.options import DataSection
 
 
 def truncated_files(data: DataSection) -> list[str]:
-    """Paths of the config's files that are cut off; reads the ends of text and JSONL files and the headers of token files."""
+    """Paths of the config's files that are cut off; reads the ends of text and JSONL files, and the headers of others."""
     files = find_files(data.files, data.source)
     files += find_files(data.validation_files, data.source, "data.validation_files")
     truncated: list[str] = []
@@ -71,8 +73,17 @@ def _is_complete_array(path: Path) -> bool:
     return True
 
 
+def _is_complete_table(path: Path) -> bool:
+    try:
+        return bool(arrow_groups(path))
+    except GramianError:
+        return False
+
+
 _IS_COMPLETE: dict[str, Callable[[Path], bool]] = {
     "text": _ends_in_a_character,
     "jsonl": _ends_in_a_line,
+    "parquet": _is_complete_table,
+    "arrow": _is_complete_table,
     "tokens": _is_complete_array,
 }

@@ -189,13 +189,17 @@ def isolated(documents_BT: Tensor) -> tuple[Tensor, Tensor]:
 
     `documents_BT`: index of each token's document. Memory: O(B T²) bytes.
     """
-    length = documents_BT.shape[1]
-    order_T = torch.arange(length, device=documents_BT.device)
+    order_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
     same_BTT = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)
+    return positions_of(documents_BT), (same_BTT & (order_T.unsqueeze(1) >= order_T)).unsqueeze(1)
+
+
+def positions_of(documents_BT: Tensor) -> Tensor:
+    """Position [B, T] of each token in its document; `documents_BT`: index of each token's document."""
+    order_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
     begins_BT = torch.ones_like(documents_BT, dtype=torch.bool)
     begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
-    first_BT = torch.where(begins_BT, order_T, 0).cummax(dim=1).values
-    return order_T - first_BT, (same_BTT & (order_T.unsqueeze(1) >= order_T)).unsqueeze(1)
+    return order_T - torch.where(begins_BT, order_T, 0).cummax(dim=1).values
 
 
 def generate(model: GPT, prompt_T: Tensor, length: int, temperature: float = 1.0, seed: int = 0) -> Tensor:

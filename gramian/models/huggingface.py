@@ -10,10 +10,14 @@ from torch import nn
 
 from gramian.core.errors import GramianError
 from gramian.core.existing_paths import is_file
+from gramian.models.gpt import positions_of
+
+CHECKED = 48
+"""Tokens of the two documents by which it is seen whether a model keeps documents apart."""
 
 
 def load_huggingface(
-    path: str, fresh: bool, vocabulary: int, length: int, seed: int, field: str = "model.path"
+    path: str, fresh: bool, vocabulary: int, length: int, seed: int, field: str = "model.path", isolate: bool = False
 ) -> nn.Module:
     """Load a Hugging Face causal language model from a folder; returns it in training mode.
 
@@ -24,6 +28,7 @@ def load_huggingface(
         length: sequence length in tokens that the model's context must allow.
         seed: seed of fresh weights.
         field: name of the config key that errors report.
+        isolate: whether the model is to keep packed documents apart, by their positions.
 
     Raises:
         GramianError: if the folder cannot be loaded, lacks weights, or the vocabulary or the context is too small.
@@ -53,6 +58,8 @@ def load_huggingface(
     if limit is not None and length > limit:
         raise GramianError(f"data.length: expected at most the model's context of {limit}, got {length}")
     _refuse_lookahead(model, min(8, limit or 8), f"{field}: {path}")
+    if isolate:
+        _refuse_mixing(model, min(CHECKED, limit or CHECKED), path)
     found: nn.Module = model
     return found.train()
 
@@ -68,6 +75,24 @@ def _refuse_lookahead(model: Any, length: int, what: str) -> None:
     if float(change[:, :-1].max()) > 1e-3 * float(change[:, -1].max()):
         raise GramianError(
             f"{what} predicts a token from later ones; expected a causal language model (is_decoder in config.json)"
+        )
+
+
+@torch.no_grad()
+def _refuse_mixing(model: Any, length: int, path: str) -> None:
+    """Raise a GramianError unless two packed documents, told apart by positions that restart, have their logits alone."""
+    model.eval()
+    tokens = torch.arange(1, length + 1)[None] % model.config.vocab_size
+    first = length // 2 - 1
+    documents = (torch.arange(length) >= first).long()[None]
+    packed = model(input_ids=tokens, position_ids=positions_of(documents), use_cache=False).logits
+    alone = torch.cat(
+        [model(input_ids=part, use_cache=False).logits for part in (tokens[:, :first], tokens[:, first:])], dim=1
+    )
+    if not torch.allclose(packed, alone, rtol=0, atol=1e-3 * float(alone.abs().max())):
+        raise GramianError(
+            f"data.isolate: {path} ({type(model).__name__}, attention {model.config._attn_implementation!r}) does not keep "
+            "packed documents apart; expected false, or data.pack = false"
         )
 
 

@@ -70,7 +70,7 @@ def test_json_lines_are_found(here: Path) -> None:
     (here / "chat.jsonl").write_text('{"id": "a long name", "text": "one"}\n' * 99)
     lines = [json.dumps({"title": "short", "body": f"a longer text {number}"}) for number in range(99)]
     (here / "posts.ndjson").write_text("\n".join(lines))
-    for name, field in (("chat.jsonl", "text"), ("posts.ndjson", "body")):
+    for name, field in (("chat.jsonl", ""), ("posts.ndjson", "body")):
         assert main(["init", name[:4], "--text", name]) == 0
         config = load_config(f"{name[:4]}/run.toml")
         assert (config.data.source, config.data.field) == ("jsonl", field)
@@ -120,7 +120,10 @@ def test_what_cannot_be_trained_on_is_refused_before_a_config_is_written(
         (["numbers.jsonl"], "numbers.jsonl: its first lines are no objects; expected one JSON object per line"),
         (["broken.jsonl"], "broken.jsonl: its first lines are not JSON; expected one JSON object per line"),
         (["blank.jsonl"], "blank.jsonl: is empty; expected one JSON object per line"),
-        (["one.jsonl", "two.jsonl"], "two.jsonl: no key of its lines holds text in all files; expected such a key"),
+        (
+            ["one.jsonl", "two.jsonl"],
+            "two.jsonl: no key of its lines holds text or messages in all files; expected such a key",
+        ),
         (["mixed"], "text (mixed/a.md) and jsonl (mixed/b.jsonl); expected files of one kind"),
         (["none"], "none has no file to read; expected files ending in .txt, .md"),
         (["half.jsonl"], "a name or a key is not UTF-8; expected one that is"),

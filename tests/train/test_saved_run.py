@@ -171,7 +171,6 @@ def test_a_teacher_that_cannot_read_the_data_is_one_line(tmp_path: Path, capsys:
     assert "its vocabulary of 200 is smaller than the tokenizer's 257; expected" in says(small_one)
     other = f"teacher.path={huggingface(tmp_path / 'other')}"
     assert says(other, "data.length=33") == "data.length: expected at most the model's context of 32, got 33"
-    assert says(other, "data.isolate=true").startswith("data.isolate: the Hugging Face model")
     tokenizer_folder(tmp_path / "other")
     assert says(other) == f"data.tokenizer: is not that of {tmp_path / 'other'}; expected the teacher's"
 

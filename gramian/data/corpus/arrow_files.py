@@ -23,8 +23,10 @@ def arrow_groups(path: Path) -> list[int]:
         return [sum(int(batch.nbytes) for batch in file)]  # an Arrow stream has no index: it is read from its beginning
 
 
-def arrow_records(path: Path, begin: int, stop: int, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (row of the file, {column: value}) of the row groups or record batches `begin` … `stop` - 1.
+def arrow_records(
+    path: Path, begin: int, stop: int, columns: Sequence[str] | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (row of the file, {column: value}) of the row groups or record batches `begin` … `stop` - 1; None: all columns.
 
     Raises:
         GramianError: if the file has no such column, or cannot be read.
@@ -32,6 +34,7 @@ def arrow_records(path: Path, begin: int, stop: int, columns: Sequence[str]) -> 
     with _opened(path) as file:
         parquet = path.suffix == ".parquet"
         schema = file.schema_arrow if parquet else file.schema
+        columns = schema.names if columns is None else columns
         missing = [column for column in columns if column not in schema.names]
         if missing:
             raise GramianError(

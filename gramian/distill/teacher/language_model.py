@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gramian.core.errors import GramianError
+from gramian.models.gpt import positions_of
 from gramian.parallel.wrap_data_parallel import blocks_of
 
 _NOT_HASHED = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures")
@@ -31,14 +32,15 @@ def hidden_of(
     Args:
         model: GPT, Goose (or a model with the same `hidden` and `head`), or a Hugging Face causal language model.
         tokens_BT: token ids.
-        documents_BT: document of each token, for models that keep documents apart; None: one document per window.
+        documents_BT: document of each token, which sees no other (of a Hugging Face model: `load_huggingface` checks it); None:
+            one document per window.
         layers: where to read the stream: 0 is the embedding, l is after transformer block l, counted from 1.
 
     Returns:
         The final hidden state [B, T, D], after the final norm, and {layer: stream [B, T, D]}.
 
     Raises:
-        GramianError: if the model is of neither family, a layer does not exist, or the model cannot keep documents apart.
+        GramianError: if the model is of neither family, or a layer does not exist.
     """
     if is_native(model):
         check_layers(model, layers)
@@ -46,13 +48,10 @@ def hidden_of(
         hidden_BTD, streams = model.hidden(tokens_BT, documents_BT, layers)  # type: ignore[operator]
         return hidden_BTD, streams
     body = body_of(model)
-    if documents_BT is not None:
-        raise GramianError(
-            f"data.isolate: {type(model).__name__} does not keep documents apart; expected false with this teacher"
-        )
     check_layers(model, layers)
+    positions = {} if documents_BT is None else {"position_ids": positions_of(documents_BT)}
     with _streams(blocks_of(body), layers) as streams:
-        found = body(input_ids=tokens_BT, use_cache=False, return_dict=True)
+        found = body(input_ids=tokens_BT, use_cache=False, return_dict=True, **positions)
     return found.last_hidden_state, {layer: streams[layer] for layer in layers}
 
 

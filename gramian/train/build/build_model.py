@@ -15,7 +15,7 @@ def build_model(config: Config, vocabulary: int) -> nn.Module:
     """Build the model that `config.model` describes for `vocabulary` token ids, with new or Hugging Face weights."""
     model, length, seed = config.model, config.data.length, config.run.seed
     if model.kind == "huggingface":
-        return load_huggingface(str(model.path), model.fresh, vocabulary, length, seed)
+        return load_huggingface(str(model.path), model.fresh, vocabulary, length, seed, isolate=config.data.isolate)
     shape: dict[str, Any] = {"vocabulary": vocabulary, "context": length}
     shape |= {name: getattr(model, name) for name in ("layers", "width", "tied", "dropout")}
     if model.kind == "gpt":

@@ -153,11 +153,7 @@ def load_teacher(path: str, training: Windows, length: int) -> nn.Module:
             raise GramianError(
                 f"teacher.path: {path} holds no model; expected the folder of a run, or of a Hugging Face model"
             )
-        if training.isolate:
-            raise GramianError(
-                f"data.isolate: the Hugging Face model {path} does not isolate documents; expected false with this teacher"
-            )
-        model = load_huggingface(path, False, vocabulary, length, 0, field="teacher.path")
+        model = load_huggingface(path, False, vocabulary, length, 0, "teacher.path", isolate=training.isolate)
         if (Path(path) / "tokenizer.json").is_file():
             _check_tokenizer(path, path, training)
         return model

@@ -26,9 +26,9 @@ from gramian.train.config import config_sections as sections
 
 RUN_ONLY = (
     ("run", "folder"), ("run", "log_every"), ("run", "observe_every"), ("run", "tensorboard"), ("run", "wandb"),
-    ("run", "report"), ("data", "workers"), ("data", "prefetch"), ("checkpoint", "snapshots"), ("doctor", "overfit_steps"),
-    ("doctor", "overfit_windows"), ("teacher", "cache"), ("teacher", "strategy"), ("teacher", "correlation"),
-    ("eval", "dead"), ("eval", "saturated"),
+    ("run", "report"), ("data", "workers"), ("data", "prefetch"), ("data", "cache"), ("checkpoint", "snapshots"),
+    ("doctor", "overfit_steps"), ("doctor", "overfit_windows"), ("teacher", "cache"), ("teacher", "strategy"),
+    ("teacher", "correlation"), ("eval", "dead"), ("eval", "saturated"),
 )  # fmt: skip
 """(section, key) of config keys that cannot change a run's numbers, so that the config's hash omits them.
 Most keys of [checkpoint] can change them, because a rollback returns to a snapshot."""

@@ -11,6 +11,7 @@ from typing import Any
 from gramian.core.byte_amounts import parse_bytes
 from gramian.core.errors import GramianError
 from gramian.core.existing_paths import is_file
+from gramian.data.data_files import RECORDS
 from gramian.data.options import DataSection
 from gramian.data.tokenizer import holds_tokenizer
 from gramian.privacy.noise.noise_strategy import is_correlated
@@ -64,17 +65,21 @@ def check_data(data: DataSection, model: sections.ModelSection, privacy: section
     """
     if data.source == "embedded" and (data.files or data.validation_files):
         key = "files" if data.files else "validation_files"
-        raise GramianError(f'data.{key}: are not read; expected data.source = "text", "jsonl" or "tokens"')
+        raise GramianError(f'data.{key}: are not read; expected data.source = "text" or another kind of files')
     if data.source != "embedded" and not data.files:
         raise GramianError(f'data.files: expected at least one for data.source = "{data.source}"')
-    if data.user and (data.source != "jsonl" or privacy is None or privacy.unit != "user"):
+    if data.user and (data.source not in RECORDS or privacy is None or privacy.unit != "user"):
         raise GramianError(
             f'data.user: is "{data.user}" with data.source = "{data.source}" and '
             f"{'no [privacy]' if privacy is None else f'privacy.unit = {privacy.unit!r}'}; expected it empty, or "
-            'data.source = "jsonl" and privacy.unit = "user"'
+            'data.source = "jsonl", "parquet" or "arrow" and privacy.unit = "user"'
         )
-    if data.isolate and (not data.pack or model.kind == "huggingface"):
-        raise GramianError('data.isolate: expected data.pack = true and model.kind = "gpt" or "goose"')
+    if data.isolate and not data.pack:
+        raise GramianError("data.isolate: expected data.pack = true")
+    if data.truncate and data.pack:
+        raise GramianError("data.truncate: expected data.pack = false")
+    if data.record != "text" and data.source not in RECORDS:
+        raise GramianError(f'data.record: is "{data.record}"; expected "text" with data.source = "{data.source}"')
     if data.stride and (data.stride > data.length or not data.pack or data.isolate):
         raise GramianError(
             f"data.stride: expected at most data.length ({data.length}), with data.pack and without data.isolate, "

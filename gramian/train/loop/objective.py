@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gramian.linalg.wide import wide
+from gramian.models.gpt import positions_of
 
 IGNORED = -100
 """Target id of a position that has no loss term."""
@@ -46,10 +47,14 @@ class Objective(nn.Module):
 
 
 def logits_of(model: nn.Module, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-    """Logits [B, T, V] of a model for token ids [B, T]; `documents_BT` is passed to GPT and Goose only."""
+    """Logits [B, T, V] of a model for token ids [B, T]; `documents_BT`: document of each token, which sees no other.
+
+    A Hugging Face model gets positions that restart with each document, from which it makes its mask.
+    """
     found: Any
     if hasattr(model, "get_output_embeddings"):
-        found = model(input_ids=tokens_BT, use_cache=False)
+        positions = {} if documents_BT is None else {"position_ids": positions_of(documents_BT)}
+        found = model(input_ids=tokens_BT, use_cache=False, **positions)
     else:
         found = model(tokens_BT) if documents_BT is None else model(tokens_BT, documents_BT)
     logits_BTV: Tensor = found if isinstance(found, Tensor) else found.logits
