@@ -70,7 +70,7 @@ class StarvationMeter:
             return f"data.prefetch: {found}, in bursts; try {2 * prefetch} in place of {prefetch}"
         if workers < self._cores:
             return f"data.workers: {found}; try {min(2 * workers, self._cores)} in place of {workers}"
-        return f"data.files: {found} with a worker on each of {self._cores} cores; try a faster disk, or tokens instead of text"
+        return f"data.files: {found} with a worker on each of {self._cores} cores; try a faster disk"
 
 
 def _own_cores() -> int:

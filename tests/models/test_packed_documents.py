@@ -68,7 +68,9 @@ def test_packed_is_padded_is_one_by_one(kind: str, attention: str) -> None:
         (packed, (loss, gradient)),
         (packed, (sum(one for one, _ in alone), torch.stack([one for _, one in alone]).sum(0))),
     ):
-        tolerance = 1e-12 if kind == "GPT2" else 1e-6  # others round norms, positions or weights of attention to float32
+        tolerance = (
+            1e-12 if kind == "GPT2" else 1e-6
+        )  # others round norms, positions or weights of attention to float32
         assert found[0] == pytest.approx(other[0], rel=1e-3 * tolerance)
         assert float((found[1] - other[1]).norm() / other[1].norm()) < tolerance
 

@@ -72,6 +72,19 @@ def prepare(file: Path, folder: Path, overrides: list[str]) -> None:
     """What an example says that comes before it: a model, a teacher, the teacher's cache."""
     if file.stem == "huggingface":
         save_model(folder / "models" / "my-model")
+    if file.stem == "chat":
+        save_model(folder / "models" / "my-model")
+        (folder / "models" / "my-model" / "chat_template.jinja").write_text(
+            "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+            "{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+        )
+        for name, count in (("chats", 60), ("chats_validation", 9)):
+            chats = [
+                [{"role": "user", "content": f"{n} times {n}?"}, {"role": "assistant", "content": f"{n**2}, {name}"}]
+                for n in range(count)
+            ]
+            lines = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
+            (folder / "data" / f"{name}.jsonl").write_text(lines)
     if file.stem == "goose_seed":
         save_model(folder / "models" / "gpt2", layers=12)
         for split in ("train", "validation"):

@@ -28,4 +28,10 @@ def remarks(parts: Parts) -> list[str]:
             f"data.validation_files: none given, and {share:.0%} of the tokens validate, {tokens:,}; expected such files, or "
             "more documents"
         )
+    if left_out := parts.training.left_out:
+        share = left_out / (left_out + int(parts.training.counts.sum()))
+        found.append(
+            f"data.truncate: {left_out:,} tokens ({share:.1%}) lie beyond the first window of their document and are left out; "
+            "expected a longer data.length, or false"
+        )
     return found

@@ -114,6 +114,7 @@ def _facts_of_run(parts: Parts) -> dict[str, Any]:
         "vocabulary": parts.training.vocabulary,
         "windows": {"training": len(parts.training), "validation": len(parts.validation)},
         "held_out": parts.validation.held_out,
+        "left_out_tokens": parts.training.left_out,
         "host_memory": {
             "snapshots": parts.host.snapshots,
             "bytes_of_one": parts.host.copy,
