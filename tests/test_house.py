@@ -17,7 +17,7 @@ ROOMS = (
     "privacy", "distill", "integrations", "train", "analysis", "report", "influence", "verify", "cli",
 )  # fmt: skip
 """A room imports rooms to its left; `gramian/__init__.py` and `__main__.py` stand after all of them."""
-MOST_FILES, MOST_LINES, MOST_PACKAGE_LINES = 16, 400, 84_900
+MOST_FILES, MOST_LINES, MOST_PACKAGE_LINES = 16, 400, 85_000
 """The last is lowered with every cut; a capability that needs more lines raises it, with the reason in its commit."""
 
 EACH_LIBRARY = ("CurvatureCallback",)

@@ -93,7 +93,13 @@ def _matches(name: str, field: str) -> list[str]:
         raise GramianError(f"{field}: a name is empty; expected a file or a folder")
     if not any(mark in name for mark in "*?[") or os.path.lexists(name):
         return [name]
-    matches = sorted(glob.glob(name, recursive=True))
+    parts = list(Path(name).parts)
+    for place in range(len(parts)):  # a folder that is there is meant by its name, brackets and all
+        if not os.path.lexists(Path(*parts[: place + 1])):
+            break
+        parts[place] = parts[place] if place == 0 and parts[0] == os.sep else glob.escape(parts[place])
+    found = sorted(glob.glob(str(Path(*parts)), recursive=True))
+    matches = [path for path in found if os.path.isfile(path)] or found
     if not matches:
         raise GramianError(f"{field}: {name} matches nothing; expected a file, a folder or a pattern of them")
     return matches

@@ -142,6 +142,7 @@ def _read(
     if stored is None:
         buffer = TokenBuffer(encoder)
         for piece in plan.pieces:
+            buffer.begin_piece()
             for record in read_piece(piece, plan.source, plan.shape):
                 buffer.add(*record)
         stored = buffer.stream(), buffer.empty

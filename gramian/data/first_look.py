@@ -156,8 +156,8 @@ def _is_chat(value: Any) -> bool:
 def _first_items(kind: Source, file: Path) -> Iterator[Any]:
     """The first records of a file."""
     if kind != "jsonl":
-        arrow_groups(file)
-        yield from (item for _, item in islice(arrow_records(file, 0, 1), LINES))
+        if arrow_groups(file):
+            yield from (item for _, item in islice(arrow_records(file, 0, 1), LINES))
         return
     with file.open("rb") as lines:
         for line in islice((line for line in lines if line.strip()), LINES):

@@ -189,16 +189,21 @@ class Windows(Dataset[dict[str, Tensor]]):
 
     def _count_targets(self) -> npt.NDArray[np.int32]:
         """Number of targets with a loss term of every window; reads which tokens are targets, if not all are."""
-        stream, count = self.stream, int(self._firsts[-1])
-        found = np.empty(count, dtype=np.int32)
+        stream, found = self.stream, np.empty(int(self._firsts[-1]), dtype=np.int32)
         most = max(1, CHUNK // (self.length + 1))
-        for first in range(0, count, most):
-            begin, stop = self._places(np.arange(first, min(count, first + most)))
+        waiting = [(first, min(len(found), first + most)) for first in range(0, len(found), most)]
+        while waiting:
+            first, last = waiting.pop()
+            begin, stop = self._places(np.arange(first, last))
             before, after = int(begin[0]), int(stop.max())
+            if after - before > 2 * CHUNK and last - first > 1:  # `truncate` leaves much out between windows
+                middle = (first + last) // 2
+                waiting += [(first, middle), (middle, last)]
+                continue
             targets = stream.targets(before, after)
             if self.isolate:  # a document's first token is predicted from another document
                 edges = stream.edges[np.searchsorted(stream.edges, before) : np.searchsorted(stream.edges, after)]
                 targets[edges - before] = False
             sums = np.concatenate([[0], np.cumsum(targets)])
-            found[first : first + most] = sums[stop - before] - sums[begin + 1 - before]
+            found[first:last] = sums[stop - before] - sums[begin + 1 - before]
         return found

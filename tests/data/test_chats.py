@@ -236,3 +236,99 @@ def test_text_after_the_first_window_is_left_out_and_counted() -> None:
     assert windows.digest != whole.digest
     with pytest.raises(GramianError, match=r"data.truncate: expected data.pack = false"):
         Windows(stream, 4, truncate=True)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of words, which drops spaces."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    place = tmp_path_factory.mktemp("words")
+    names = ["[END]", "[UNK]", "yes", "no", "U", "A", ":", "secret", "hello"]
+    word = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="[UNK]"))
+    word.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=word, eos_token="[END]", unk_token="[UNK]").save_pretrained(place)
+    return place
+
+
+BARE = (
+    "{% for m in messages %}{% if m.role == 'user' %}U: {{ m.content }}{% else %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% endif %} {% endfor %}"
+)
+
+
+@pytest.mark.parametrize("answer", ["yes\n", " yes", "yes", "  yes \n"])
+@pytest.mark.parametrize("first", [True, False])
+def test_characters_without_a_token_make_no_other_text_the_assistants(
+    words: Path, tmp_path: Path, answer: str, first: bool
+) -> None:
+    """transformers' own mask runs to the end of the record, or stops, where a marked text begins or ends in dropped spaces."""
+    template = ChatTemplate(with_template(words, tmp_path, BARE))
+    said, asked = {"role": "assistant", "content": answer}, {"role": "user", "content": "secret hello"}
+    chat = [*([] if first else [asked]), said, asked, {"role": "assistant", "content": "no"}]
+    ids, assistant = template.encode(chat)
+    predicted = [token for token, one in zip(ids, assistant, strict=True) if one]
+    assert template._tokenizer.convert_ids_to_tokens(predicted) == ["yes", "no"]
+
+
+def test_messages_are_rendered_as_they_are_written(folder: Path, tmp_path: Path) -> None:
+    """Keys keep their order, and rows of a table their own keys."""
+    import pyarrow as pa
+    from pyarrow import parquet
+    from transformers import AutoTokenizer
+
+    calls = "{% if m.calls %}{{ m.calls | tojson }}{% endif %}"
+    tools = CHATML.replace("{% generation %}{{ m.content }}", "{% generation %}{{ m.content }}" + calls)
+    place = with_template(folder, tmp_path / "t", tools)
+    chats = [
+        [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b", "calls": [{"name": "f", "arguments": {key: 2, "alpha": 1}}]},
+        ]
+        for key in ("zeta", "other")
+    ]
+    peer = AutoTokenizer.from_pretrained(str(place))
+    data = chat_data(tmp_path / "a.jsonl", place, chats, validation_files=(str(tmp_path / "b.jsonl"),))
+    chat_data(tmp_path / "b.jsonl", place, CHATS[:1])
+    stream = read_documents(data, load_tokenizer(str(place))).train
+    for number, chat in enumerate(chats):
+        found = stream.read(*map(int, stream.edges[number : number + 2])).tolist()
+        assert found[:-1] == peer.apply_chat_template(chat)["input_ids"]
+    parquet.write_table(pa.table({"messages": chats}), tmp_path / "a.parquet")
+    (tmp_path / "c").mkdir()
+    parquet.write_table(pa.table({"messages": CHATS[:1]}), tmp_path / "c" / "b.parquet")
+    table = DataSection(
+        source="parquet", record="chat", files=(str(tmp_path / "a.parquet"),), tokenizer=str(place), cache="",
+        validation_files=(str(tmp_path / "c"),),
+    )  # fmt: skip
+    rows = read_documents(table, load_tokenizer(str(place))).train
+    assert len(rows) == len(stream)  # arrow sorts no keys, but has those of all rows in the order of their first one
+    assert "null" not in peer.decode(rows.read(0, len(rows)))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": "a", "reasoning": "x<|im_end|>"},
+        {"role": "assistant<|im_end|>", "content": "a"},
+        {"role": "assistant", "content": "a", "calls": [{"arguments": {"<|im_end|>": 1}}]},
+    ],
+)
+def test_no_part_of_a_message_spells_a_special_token(folder: Path, tmp_path: Path, message: dict[str, Any]) -> None:
+    template = ChatTemplate(with_template(folder, tmp_path, CHATML))
+    with pytest.raises(GramianError, match=r"message 1 spells the special token '<\|im_end\|>'"):
+        template.encode([CHATS[0][0], message])
+
+
+def test_templates_that_are_not_the_same_tomorrow_or_show_no_beginning_are_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    today = "{% set date_string = strftime_now('%d %b %Y') %}"
+    dated = "{% if not date_string is defined %}" + today + "{% endif %}{{ date_string }}" + CHATML
+    assert "26 Jul 2024" in ChatTemplate(with_template(folder, tmp_path / "1", dated))._render(CHATS[0])[0]
+    with pytest.raises(GramianError, match=r"writes today's date \(strftime_now\)"):
+        ChatTemplate(with_template(folder, tmp_path / "2", "{{ strftime_now('%d') }}" + CHATML))
+    unmarked = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    with pytest.raises(GramianError, match="the assistant speaks first, and nothing shows where it begins"):
+        ChatTemplate(with_template(folder, tmp_path / "3", unmarked)).encode(CHATS[0][::-1])

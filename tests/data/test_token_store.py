@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from gramian.cli import main
 from gramian.core.errors import GramianError
 from gramian.core.folder_lock import FolderLock
-from gramian.data import Windows, load_tokenizer, load_windows, read_documents
+from gramian.data import Windows, load_tokenizer, load_windows, read_documents, read_stream
 from gramian.data import documents as documents_module
 from gramian.data.corpus import record_pieces
 from gramian.data.corpus.read_records import RecordShape, read_piece
@@ -357,7 +357,64 @@ def test_a_worker_that_dies_is_one_line(tmp_path: Path, small_pieces: None, monk
     plan = plan_of(write(tmp_path / "in", "jsonl", texts_of(8, 100)), "jsonl")
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(
-        GramianError, match=r"data.cache: a process that tokenises died \(exit 1\); expected enough memory"
+        GramianError,
+        match=r"data.cache: a process that tokenises died \(exit 1\); what it said stands above; expected enough",
     ):
         build_store(tmp_path / "store", plan, TextEncoder(ByteTokenizer()), processes=2)
     assert np.all([p.name in ("plan.json", ".lock") for p in (tmp_path / "store").iterdir()])
+
+
+def test_a_file_of_tokens_that_lost_whole_blocks_is_one_line(tmp_path: Path) -> None:
+    plan, folder = damaged_store(tmp_path)
+    os.truncate(folder / "00000.tokens", BLOCK)
+    with pytest.raises(GramianError, match=r"00000\.tokens: has 1,048,576 bytes; expected 2,000,020 tokens"):
+        open_store(folder, plan, TextEncoder(ByteTokenizer()))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_file_that_changes_while_it_is_tokenised_is_refused(tmp_path: Path, small_pieces: None, when: str) -> None:
+    paths = write(tmp_path / "in", "jsonl", texts_of(9, 300))
+    plan, told_of = plan_of(paths, "jsonl"), []
+
+    def change(done: int, size: int) -> None:
+        told_of.append(done)
+        if len(told_of) == (2 if when == "before" else len(plan.pieces) + 1):
+            with paths[-1 if when == "before" else 0].open("a") as file:
+                file.write(json.dumps({"text": "more", "who": "a"}) + "\n")
+
+    with pytest.raises(GramianError, match="jsonl: changed while it was tokenised; expected a file that stays"):
+        build_store(tmp_path / "store", plan, TextEncoder(ByteTokenizer()), change)
+    assert open_store(tmp_path / "store", plan, TextEncoder(ByteTokenizer())) is None
+
+
+class Losing(ByteTokenizer):
+    """Loses the letter z."""
+
+    def encode(self, text: Any) -> Any:
+        return super().encode(text.replace(b"z", b""))
+
+
+def test_bytes_of_text_are_known_in_memory_as_in_a_store(tmp_path: Path, small_pieces: None) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": "a" * 900 + "z" * (number > 150)}) + "\n" for number in range(200)))
+    data = DataSection(source="jsonl", files=(str(path),), cache="")
+    encoder = TextEncoder(Losing())
+    plan = plan_of([path], "jsonl", "")
+    build_store(tmp_path / "store", plan, encoder)
+    found = open_store(tmp_path / "store", plan, encoder)
+    assert found is not None and found[0].text_bytes is None
+    assert read_stream(data, [str(path)], Losing()).text_bytes is None
+
+
+def test_a_user_that_is_the_text_is_another_store(tmp_path: Path) -> None:
+    path = write(tmp_path / "in", "jsonl", ["a", "b"], files=1)[0]
+    assert plan_of([path], "jsonl", "text").key != plan_of([path], "jsonl", "").key
+
+
+def test_brackets_of_a_folder_are_its_name(tmp_path: Path) -> None:
+    for name in ("x[1]", "x1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.jsonl").write_text("".join(json.dumps({"text": f"{name} {k}"}) + "\n" for k in range(40)))
+    data = DataSection(source="jsonl", files=(f"{tmp_path}/x[1]/*.jsonl",), cache="", length=4)
+    stream = load_windows(data)[0].stream
+    assert ByteTokenizer().decode(stream.read(0, 4)) == "x[1]"

@@ -92,3 +92,16 @@ def test_a_model_that_does_not_is_refused_by_name(tmp_path: Path) -> None:
         GramianError, match=r"^data.isolate: .*\(MambaForCausalLM, .*expected false, or data.pack = false"
     ):
         load_huggingface(str(tmp_path), False, 61, 32, 0, isolate=True)
+
+
+@pytest.mark.parametrize("kind", ["Lfm2", "Jamba"])
+def test_a_narrow_hybrid_with_new_weights_does_not_pass(tmp_path: Path, kind: str) -> None:
+    """What leaks through its convolution is small beside its logits, until it is trained."""
+    import transformers
+
+    torch.manual_seed(0)
+    more = {"Lfm2": {"layer_types": ["conv", "full_attention"]}, "Jamba": {"num_experts": 2, "mamba_d_state": 4}}[kind]
+    config = getattr(transformers, f"{kind}Config")(**SMALL, num_key_value_heads=2, **more)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(GramianError, match=rf"^data.isolate: .*\({kind}ForCausalLM"):
+        load_huggingface(str(tmp_path), True, 61, 32, 0, isolate=True)

@@ -1,26 +1,27 @@
 """The chat template of a Hugging Face tokenizer: messages in, token ids and which of them the assistant writes out.
 
-A template that marks the assistant's text by {% generation %} is asked by `apply_chat_template(return_assistant_tokens_mask=
-True)`, whose mask is completed where the text ends in a character of several tokens. For one that does not, an assistant's
-message is what a rendering with it adds to the rendering of the messages before it with the prompt of an answer; both must be
-beginnings of the whole rendering, or the record is refused.
+A template says by {% generation %} which characters the assistant writes. Of one that does not, an assistant's message is what
+a rendering with it adds to the rendering of the messages before it with the prompt of an answer; both must be beginnings of the
+whole rendering, or the record is refused. A token is the assistant's if it has one of these characters.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from gramian.core.errors import GramianError
 
 Messages = list[dict[str, Any]]
+DATE = {"date_string": "26 Jul 2024"}
+"""What templates that write a date are given: with today's, the tokens of tomorrow would be others."""
 
 
 class ChatTemplate:
     """The template of a tokenizer's folder; nothing is downloaded and no code of the folder is run.
 
     Raises:
-        GramianError: if the tokenizer has no template.
+        GramianError: if the tokenizer has no template, or the template writes the date of the day.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -28,12 +29,18 @@ class ChatTemplate:
 
         # special tokens that the template writes are tokens here: `HuggingFaceTokenizer` spells them out
         self._tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        template = self._tokenizer.chat_template
+        found = self._tokenizer.chat_template
+        template = found.get("default") if isinstance(found, dict) else found
         if not isinstance(template, str):
             raise GramianError(
                 f'data.tokenizer: {folder} has no chat template; expected chat_template.jinja, for data.record = "chat"'
             )
-        self._marks = _marks_generation(template)
+        if "strftime_now" in template and "date_string" not in template:
+            raise GramianError(
+                f"data.tokenizer: the chat template of {folder} writes today's date (strftime_now), so that its tokens change "
+                "from day to day; expected one that takes date_string, or none"
+            )
+        self._template, self._marks = template, _marks_generation(template)
         self._special = sorted(
             {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}, key=len
         )
@@ -47,7 +54,7 @@ class ChatTemplate:
                 or if no rendering shows where the assistant's text lies.
         """
         for number, message in enumerate(messages):
-            spelled = next((token for token in self._special if token in message["content"]), None)
+            spelled = next((token for text in _texts(message) for token in self._special if token in text), None)
             if spelled is not None:
                 raise GramianError(
                     f"message {number} spells the special token {spelled!r}, by which it would end or begin a message; "
@@ -55,19 +62,26 @@ class ChatTemplate:
                 )
         if not any(message["role"] == "assistant" for message in messages):
             raise GramianError('no message has the role "assistant"; expected one at least, or data.record = "text"')
-        if self._marks:
-            offsets = {"return_offsets_mapping": True}
-            found = self._render(
-                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs=offsets
+        whole, spans = self._render(messages)
+        if not self._marks:
+            spans = self._added(whole, messages)
+        elif not any(begin < stop for begin, stop in spans):
+            raise GramianError(
+                "the chat template marks nothing as the assistant's; expected {% generation %} around it"
             )
-            mask = _whole_characters(found["assistant_masks"], found["offset_mapping"])
-            if not any(mask):
-                raise GramianError(
-                    "the chat template marks nothing as the assistant's; expected {% generation %} around it"
-                )
-            return list(found["input_ids"]), mask
-        whole = str(self._render(messages, tokenize=False))
-        spans = [
+        try:
+            encoded = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        except NotImplementedError:
+            raise GramianError("the tokenizer has no offsets; expected a fast one (tokenizer.json)") from None
+        return list(encoded["input_ids"]), _inside(spans, encoded["offset_mapping"])
+
+    def _added(self, whole: str, messages: Messages) -> list[tuple[int, int]]:
+        """The characters that each of the assistant's messages adds to the rendering before it."""
+        if messages[0]["role"] == "assistant":
+            raise GramianError(
+                "the assistant speaks first, and nothing shows where it begins; expected a template with {% generation %}"
+            )
+        return [
             (
                 len(self._beginning(whole, messages[:number], True)),
                 len(self._beginning(whole, messages[: number + 1], False)),
@@ -75,12 +89,10 @@ class ChatTemplate:
             for number, message in enumerate(messages)
             if message["role"] == "assistant"
         ]
-        encoded = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        return list(encoded["input_ids"]), _inside(spans, encoded["offset_mapping"])
 
     def _beginning(self, whole: str, messages: Messages, answer: bool) -> str:
         """The rendering of the first messages, with the prompt of an answer or without; a beginning of the whole one."""
-        found = str(self._render(messages, tokenize=False, add_generation_prompt=answer)) if messages else ""
+        found, _ = self._render(messages, answer)
         if not whole.startswith(found):
             raise GramianError(
                 "the chat template writes earlier messages differently as later ones follow, so that it does not show which "
@@ -88,14 +100,24 @@ class ChatTemplate:
             )
         return found
 
-    def _render(self, messages: Messages, **options: Any) -> Any:
+    def _render(self, messages: Messages, answer: bool = False) -> tuple[str, list[tuple[int, int]]]:
+        """The text of messages, and the characters that the template marks."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         try:
-            return self._tokenizer.apply_chat_template(messages, **options)
+            texts, marked = render_jinja_template(
+                conversations=[messages],
+                chat_template=self._template,
+                return_assistant_tokens_mask=self._marks,
+                add_generation_prompt=answer,
+                **{**self._tokenizer.special_tokens_map, **DATE},
+            )
         except Exception as problem:  # templates raise what they like
             reason = (str(problem).splitlines() or [type(problem).__name__])[0]
             raise GramianError(
                 f"the chat template refuses the messages ({reason}); expected roles that it knows"
             ) from None
+        return str(texts[0]), [(begin, stop) for begin, stop in marked[0]] if self._marks else []
 
 
 def _marks_generation(template: str) -> bool:
@@ -103,14 +125,19 @@ def _marks_generation(template: str) -> bool:
     return any(part.split("%}")[0].strip(" -+\n\t") == "generation" for part in template.split("{%")[1:])
 
 
-def _whole_characters(mask: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[bool]:
-    """A mask of tokens, with all tokens of a character if it has the first: transformers' ends at the first of the last one."""
-    found: list[bool] = []
-    for number, (one, (begin, _)) in enumerate(zip(mask, offsets, strict=True)):
-        found.append(bool(one) or bool(number and found[-1] and begin < offsets[number - 1][1]))
-    return found
-
-
 def _inside(spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> list[bool]:
     """Whether each token, of characters [begin, stop), lies in one of the spans of characters; an empty token does not."""
     return [any(begin < last and first < stop for first, last in spans) for begin, stop in offsets]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a message, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield str(key)
+            yield from _texts(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _texts(one)

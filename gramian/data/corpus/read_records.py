@@ -77,7 +77,14 @@ class RecordShape:
         for number, message in enumerate(messages):
             if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
                 raise GramianError(f'{place}: message {number} has no text under "role" and "content"; {expected}')
-        return [{key: value for key, value in message.items() if value is not None} for message in messages]
+        return [_without_nulls(message) for message in messages]
+
+
+def _without_nulls(value: Any) -> Any:
+    """A message without the keys of no value, which rows of a table have because other rows have them."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def read_piece(spans: Sequence[Span], source: str, shape: RecordShape) -> Iterator[tuple[bytes, str, Any]]:
@@ -91,7 +98,7 @@ def read_piece(spans: Sequence[Span], source: str, shape: RecordShape) -> Iterat
             yield from _read_lines(span, shape)
         else:
             for row, item in arrow_records(span.path, span.begin, span.stop, shape.columns):
-                place = f"{span.path}: row {row}"
+                place = f"{span.path}: {row}"
                 yield *shape.content(item, place), place
 
 
@@ -183,4 +190,4 @@ def _parsed(line: bytes, place: _Line, shape: RecordShape) -> Any:
 
 
 def _canonical(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode()
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

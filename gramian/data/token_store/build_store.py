@@ -57,7 +57,7 @@ def build_store(
         with _taken(folder) as mine:
             if not mine:
                 return
-            for left_behind in folder.glob(f"{TEMPORARY}*"):
+            for left_behind in folder.glob(f"{TEMPORARY}[0-9mp]*.*"):
                 left_behind.unlink()
             replace_file(folder / PLAN, json.dumps(plan.to_json()).encode())
             missing = [piece for piece in range(len(plan.pieces)) if read_record(folder, piece) is None]
@@ -68,6 +68,7 @@ def build_store(
             for piece in _tokenized(folder, plan, encoder, missing, min(len(missing), count)):
                 left -= sizes[piece]
                 progress(size - left, size)
+            plan.require_unchanged()
             records = [json.loads((folder / name_of(piece, "json")).read_bytes()) for piece in range(len(plan.pieces))]
             body = {"plan": plan.to_json(), "records": records}
             replace_file(folder / MANIFEST, json.dumps(body).encode())
@@ -111,7 +112,14 @@ def _tokenized(
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     workers = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for this process
+        )
         for _ in range(count)
     ]
     for worker in workers:
@@ -145,7 +153,8 @@ def _serve(idle: "SimpleQueue[subprocess.Popen[str]]", piece: int) -> None:
         code = worker.wait()
         how = f"killed by signal {-code}" if code < 0 else f"exit {code}"
         raise GramianError(
-            f"data.cache: a process that tokenises died ({how}); expected enough memory for one on each core"
+            f"data.cache: a process that tokenises died ({how}); what it said stands above; "
+            "expected enough memory for one on each core"
         )
     problem = json.loads(line)
     if problem is not None:

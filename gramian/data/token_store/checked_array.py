@@ -27,15 +27,22 @@ class CheckedArray:
     """
 
     def __init__(self, path: Path, dtype: str, length: int, checksums: str) -> None:
+        path = path.resolve()  # another process may work in another folder
         self._from = (path, dtype, length, checksums)
         self._path = path
         self.dtype = np.dtype(dtype)
         self._bytes: npt.NDArray[np.uint8] = (
             np.memmap(path, dtype=np.uint8, mode="r") if length else np.empty(0, dtype=np.uint8)
         )
-        self._array = self._bytes.view(self.dtype)
+        whole = len(self._bytes) // self.dtype.itemsize * self.dtype.itemsize
+        self._array = self._bytes[:whole].view(self.dtype)
         self._checksums = bytes.fromhex(checksums)
         self._unread = np.ones(len(self._checksums) // DIGEST, dtype=bool)
+        if len(self._array) != length or len(self._unread) != -(-len(self._bytes) // BLOCK):
+            raise GramianError(
+                f"{path}: has {len(self._bytes):,} bytes; expected {length:,} tokens and their checksums, or the folder "
+                "removed, so that it is written again"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CheckedArray, self._from

@@ -93,7 +93,12 @@ def open_piece(folder: Path, piece: int, record: PieceRecord, *, all_targets: bo
     content = path.read_bytes()
     if hashlib.sha256(content).hexdigest() != record.table:
         raise GramianError(f"{path}: its checksum differs; expected the folder removed, so that it is written again")
-    found: dict[str, Any] = {"documents": np.frombuffer(content, dtype="<u8").reshape(-1, len(COLUMNS))}
+    table = np.frombuffer(content, dtype="<u8").reshape(-1, len(COLUMNS))
+    if len(table) != record.documents or (int(table[-1, 0]) if len(table) else 0) != record.tokens:
+        raise GramianError(
+            f"{path}: is not that of its record; expected the folder removed, so that it is written again"
+        )
+    found: dict[str, Any] = {"documents": table}
     for name in ("tokens", "counted"):
         if name in record.blocks:
             dtype = record.dtype if name == "tokens" else "|u1"

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from gramian.core.errors import GramianError
 from gramian.data.corpus.read_records import RecordShape
 from gramian.data.corpus.record_encoder import RecordEncoder
 from gramian.data.corpus.record_pieces import Span, cut_into_pieces
@@ -45,6 +46,17 @@ class StorePlan:
         pieces = tuple(map(tuple, cut_into_pieces(files, source)))  # type: ignore[arg-type]
         return cls(source, shape, tuple(found), tokenizer, encoder.digest, pieces)
 
+    def require_unchanged(self, path: str | None = None) -> None:
+        """Raise a GramianError if a file (`path`: only that one) has another size or time than the plan."""
+        for name, size, time in self.files:
+            if path in (None, name):
+                try:
+                    status = Path(name).stat()
+                except OSError as problem:
+                    raise unreadable(Path(name), problem) from None
+                if (status.st_size, status.st_mtime_ns) != (size, time):
+                    raise GramianError(f"{name}: changed while it was tokenised; expected a file that stays as it is")
+
     @property
     def bytes(self) -> int:
         """Bytes of all files."""
@@ -53,7 +65,7 @@ class StorePlan:
     @cached_property
     def key(self) -> str:
         """Hash of everything that decides the tokens; a store's folder has it as its name."""
-        told = [FORMAT, self.source, self.shape.record, self.shape.columns, self.files, self.digest]
+        told = [FORMAT, self.source, self.shape.record, self.shape.columns, self.shape.user, self.files, self.digest]
         return hashlib.blake2b(json.dumps(told).encode(), digest_size=12).hexdigest()
 
     def to_json(self) -> dict[str, Any]:

@@ -37,6 +37,10 @@ class TokenBuffer:
         """Number of documents."""
         return len(self._rows)
 
+    def begin_piece(self) -> None:
+        """Look at the beginning of another piece, too, whether the tokenizer loses text."""
+        self._compared = 0
+
     def add(self, content: bytes, user: str, place: Any) -> None:
         """Tokenise a record and append it; an empty one is only counted. `place` names it in errors."""
         try:

@@ -4,7 +4,10 @@ It reads numbers of pieces from its input, a line each, and answers each with a 
 is to see. It ends with its input.
 """
 
+import contextlib
+import ctypes
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -21,9 +24,11 @@ PLAN = "plan.json"
 
 def tokenize_piece(folder: Path, plan: StorePlan, piece: int, encoder: RecordEncoder) -> None:
     """Read, tokenise and write one piece; raises `GramianError` with one line for what cannot be read or written."""
-    buffer = TokenBuffer(encoder)
-    for content, user, place in read_piece(plan.pieces[piece], plan.source, plan.shape):
-        buffer.add(content, user, place)
+    buffer, spans = TokenBuffer(encoder), plan.pieces[piece]
+    for record in read_piece(spans, plan.source, plan.shape):
+        buffer.add(*record)
+    for path in {str(span.path.resolve()) for span in spans}:
+        plan.require_unchanged(path)
     try:
         write_piece(folder, piece, buffer)
     except OSError as problem:
@@ -33,7 +38,11 @@ def tokenize_piece(folder: Path, plan: StorePlan, piece: int, encoder: RecordEnc
 
 
 def main() -> None:
-    """Serve one process that builds a store."""
+    """Serve one process that builds a store, and end with it."""
+    with contextlib.suppress(
+        OSError, AttributeError
+    ):  # Linux: not after it, when a later start may write the same piece
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     folder = Path(sys.argv[1])
     plan = StorePlan.from_json(json.loads((folder / PLAN).read_bytes()))
     encoder = ENCODERS[plan.shape.record](load_tokenizer(plan.tokenizer))
