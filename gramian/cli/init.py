@@ -95,7 +95,7 @@ def _values(folder: Path, text: list[str] | None, model: str | None) -> tuple[di
     length = min(length, tokens // 16)
     values |= {"data.source": look.source, "data.files": [str(file) for file in found], "data.length": length}
     values["data.batch"] = max(1, min(16, tokens // length // 8))
-    if look.field not in ("text", ""):
+    if look.field != "text":
         values["data.field"] = look.field
     if look.record != "text":
         values["data.record"] = look.record

@@ -118,10 +118,10 @@ def _record_of(kind: Source, files: Sequence[Path]) -> tuple[str, str]:
         if not (chats or amounts):
             raise GramianError(f"{file}: no key of its lines holds text or messages in all files; expected such a key")
     if chats:
-        return "chat", "" if "messages" in chats else min(chats)
+        return "chat", "text" if "messages" in chats else min(chats)
     assert amounts is not None
     if pairs:
-        return "completion", ""
+        return "completion", "text"
     usual = next((key for key in USUAL_FIELDS if key in amounts), None)
     return "text", usual or max(amounts, key=lambda key: amounts[key])
 

@@ -27,8 +27,8 @@ class DataSection:
     record: Literal["text", "completion", "chat"] = "text"
     """What a record of JSONL, Parquet or Arrow files holds: a text; a "prompt" and a "completion", which alone is predicted; or
     messages, of which those of the assistant are predicted, written by the tokenizer's chat template."""
-    field: str = ""
-    """Key of a record's text or messages; "": "text", or "messages" of a chat."""
+    field: str = "text"
+    """Key of a record's text, or of a chat's messages, where "text" stands for "messages"."""
     user: str = ""
     """Key of a JSONL object that holds the record's user, text or an integer; for privacy.unit = "user" alone."""
     cache: str = "runs/tokens"

@@ -21,6 +21,8 @@ from gramian.data.token_stream import CHUNK, Stream
 
 Int64s = npt.NDArray[np.int64]
 
+HASHED_WHOLE = 1 << 25
+"""Tokens up to which a digest is of all of them: a second of reading."""
 NOT_COUNTED = -100
 """Target id of a position that has no loss term: `ignore_index` of torch's cross-entropy."""
 
@@ -129,12 +131,16 @@ class Windows(Dataset[dict[str, Tensor]]):
     def digest(self) -> str:
         """Hex hash of the tokenizer, the tokens, the document borders and the cutting options.
 
-        It has the hash of each document: the stream is read once if those are not known, as of token files.
+        Of up to `HASHED_WHOLE` tokens all are hashed; of more, the hashes of their documents, which a large corpus keeps.
         """
         digest = hashlib.blake2b(digest_size=16)
         cut = f"{self.length}/{self.pack}/{self.isolate}/{self.stride}" + "/truncate" * self.truncate
         digest.update(f"{self.stream.tokenizer}/{cut}/{len(self.stream)}\0".encode())
-        digest.update(self.stream.document_hashes().astype("<u8").tobytes())
+        if len(self.stream) <= HASHED_WHOLE:
+            for tokens in self.stream.chunks():
+                digest.update(tokens.astype("<u4").tobytes())
+        else:
+            digest.update(self.stream.document_hashes().astype("<u8").tobytes())
         digest.update(self.stream.edges.astype("<i8").tobytes())
         if not self.stream.all_targets:
             for begin in range(0, len(self.stream), CHUNK):

@@ -91,7 +91,7 @@ def test_what_cannot_be_cached_is_one_line(
 def test_a_config_without_a_teacher_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.toml").write_text("[run]\nsteps = 100\n")
     assert main(["cache", str(tmp_path / "run.toml")]) == 2
-    assert capsys.readouterr().err == "gramian: teacher: expected a config with [teacher]\n"
+    assert capsys.readouterr().err == "gramian: teacher: expected a config with [teacher], or --tokens\n"
 
 
 PIPELINES: dict[str, dict[str, Any]] = {

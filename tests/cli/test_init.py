@@ -70,7 +70,7 @@ def test_json_lines_are_found(here: Path) -> None:
     (here / "chat.jsonl").write_text('{"id": "a long name", "text": "one"}\n' * 99)
     lines = [json.dumps({"title": "short", "body": f"a longer text {number}"}) for number in range(99)]
     (here / "posts.ndjson").write_text("\n".join(lines))
-    for name, field in (("chat.jsonl", ""), ("posts.ndjson", "body")):
+    for name, field in (("chat.jsonl", "text"), ("posts.ndjson", "body")):
         assert main(["init", name[:4], "--text", name]) == 0
         config = load_config(f"{name[:4]}/run.toml")
         assert (config.data.source, config.data.field) == ("jsonl", field)
@@ -170,7 +170,7 @@ def test_bad_input_exits_2_with_one_line(here: Path, capsys: pytest.CaptureFixtu
     (here / "odd").mkdir()
     capsys.readouterr()
     for arguments, words in (
-        (["--example", "none"], "argument --example: 'none' is unknown; expected distill, "),
+        (["--example", "none"], "argument --example: 'none' is unknown; expected chat, distill, "),
         (["--text", "missing.txt"], "argument --text: missing.txt does not exist; expected"),
         (["--model", "odd"], "argument --model: odd has no readable config.json; expected"),
         (["--example", "kfac", "--model", "one"], "argument --example: is written as it is; expected"),

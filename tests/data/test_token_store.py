@@ -21,6 +21,7 @@ from gramian.core.errors import GramianError
 from gramian.core.folder_lock import FolderLock
 from gramian.data import Windows, load_tokenizer, load_windows, read_documents, read_stream
 from gramian.data import documents as documents_module
+from gramian.data import windows as windows_module
 from gramian.data.corpus import record_pieces
 from gramian.data.corpus.read_records import RecordShape, read_piece
 from gramian.data.corpus.record_encoder import TextEncoder
@@ -307,6 +308,34 @@ def test_a_large_corpus_is_kept_and_a_later_start_tokenises_nothing(
     assert not (tmp_path / "small").exists()
     load_windows(DataSection(source="jsonl", files=tuple(map(str, paths)), cache=str(tmp_path / "small"), length=16))
     assert not (tmp_path / "small").exists()  # little text is not kept
+
+
+@pytest.mark.parametrize("whole", [0, 1 << 25])
+def test_a_digest_does_not_tell_where_the_tokens_lie(
+    tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch, whole: int
+) -> None:
+    monkeypatch.setattr(windows_module, "HASHED_WHOLE", whole)
+    paths = write(tmp_path / "in", "jsonl", texts_of(10, 90))
+    plan, encoder = plan_of(paths, "jsonl"), TextEncoder(ByteTokenizer())
+    build_store(tmp_path / "store", plan, encoder)
+    found = open_store(tmp_path / "store", plan, encoder)
+    assert found is not None
+    stream, memory = found[0], in_memory(plan)[0]
+    digest = Windows(stream, 8).digest
+    assert digest == Windows(memory, 8).digest
+    bare = Stream(
+        [memory.read(0, len(memory))],
+        memory.edges,
+        vocabulary=257,
+        end=256,
+        tokenizer=memory.tokenizer,
+        users=memory.users,
+    )
+    assert digest == Windows(bare, 8).digest  # hashes that are computed
+    other = memory.read(0, len(memory))
+    other[5] ^= 1
+    changed = Stream([other], memory.edges, vocabulary=257, end=256, tokenizer=memory.tokenizer, users=memory.users)
+    assert digest not in (Windows(changed, 8).digest, Windows(stream, 9).digest)
 
 
 def test_the_command_writes_the_tokens_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ class RecordShape:
     @classmethod
     def of(cls, data: DataSection, user: str = "") -> "RecordShape":
         """The shape that a config's section says."""
-        return cls(data.record, data.field or ("messages" if data.record == "chat" else "text"), user)
+        return cls(data.record, "messages" if (data.record, data.field) == ("chat", "text") else data.field, user)
 
     @property
     def columns(self) -> list[str]:

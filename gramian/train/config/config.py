@@ -46,7 +46,7 @@ ADDED_LATER = tuple(
         "clip_function", "layer_norms", "max_draw", "noise", "bands", "unit", "max_records_per_unit", "metric",
         "max_physical_batch",
     )
-) + (("kfac", "precondition"), ("data", "user"))  # fmt: skip
+) + (("kfac", "precondition"), ("data", "user"), ("data", "record"), ("data", "truncate"))  # fmt: skip
 """(section, key) of config keys that earlier versions did not have: the hash omits them while they have their default, so that
 runs of those versions can be resumed."""
 
