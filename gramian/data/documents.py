@@ -27,7 +27,7 @@ Int64s = npt.NDArray[np.int64]
 VALIDATES_BELOW = 2**64 // 20
 """Without validation files, documents whose 64-bit hash is below this bound, about 5 % of all, are for validation."""
 KEPT_FROM = 1 << 25
-"""Bytes of text from which on tokens are kept in a folder; those of less text are made again in less than a minute."""
+"""Size in bytes from which a corpus' tokens are kept on disk; a smaller one is tokenised at every start."""
 READ = '"text", "jsonl", "parquet" or "arrow"'
 """Sources whose records are tokenised."""
 USUAL_SHARE = (0.01, 0.2)

@@ -10,7 +10,7 @@ from gramian.data.windows import Windows
 def load_windows(data: DataSection, progress: Progress = no_progress) -> tuple[Windows, Windows]:
     """Read and tokenise the documents of a config and cut them into windows; returns (training, validation) windows.
 
-    `progress` is told how far a large corpus is tokenised.
+    `progress` is called while a large corpus is tokenised.
 
     Example:
         >>> training, validation = load_windows(DataSection(limit_bytes=200_000, length=64))

@@ -332,3 +332,15 @@ def test_templates_that_are_not_the_same_tomorrow_or_show_no_beginning_are_refus
     unmarked = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     with pytest.raises(GramianError, match="the assistant speaks first, and nothing shows where it begins"):
         ChatTemplate(with_template(folder, tmp_path / "3", unmarked)).encode(CHATS[0][::-1])
+
+
+def test_a_teacher_of_the_same_tokenizer_teaches_chats(folder: Path, tmp_path: Path) -> None:
+    from gramian.train.build.build_teacher import _check_tokenizer
+
+    place = with_template(folder, tmp_path / "t", CHATML)
+    data = chat_data(tmp_path / "a.jsonl", place, [*CHATS, *CHATS], validation_files=(str(tmp_path / "b.jsonl"),))
+    chat_data(tmp_path / "b.jsonl", place, CHATS[:1])
+    windows = Windows(read_documents(data, load_tokenizer(str(place))).train, 16)
+    _check_tokenizer(str(place), "teacher", windows)
+    with pytest.raises(GramianError, match="data.tokenizer: is not that of teacher"):
+        _check_tokenizer("bytes", "teacher", windows)

@@ -14,7 +14,7 @@ from gramian.core.errors import GramianError
 
 Messages = list[dict[str, Any]]
 DATE = {"date_string": "26 Jul 2024"}
-"""What templates that write a date are given: with today's, the tokens of tomorrow would be others."""
+"""A fixed date for templates that write one, so that a chat has the same tokens on every day."""
 
 
 class ChatTemplate:

@@ -24,7 +24,7 @@ from gramian.data.token_store.tokenize_worker import PLAN, tokenize_piece
 Progress = Callable[[int, int], None]
 """Called with the bytes of text that are tokenised, and those of all files."""
 ALONE = 1 << 26
-"""Bytes of text that one process tokenises itself: others take seconds to start."""
+"""Size in bytes up to which one process tokenises alone, because starting more takes longer than it saves."""
 TURN = 0.5
 """Seconds between two attempts to take a store that another process writes."""
 
